@@ -63,10 +63,10 @@ class Traffic:
 
 
 class Exchange(Protocol):
-    """Point-to-point transfers in flight. Its receives are posted before any send; leave the `with` block to finish.
+    """Point-to-point transfers in flight. Its receives are posted before any send.
 
-    On a normal exit every receive has arrived and every sent buffer may be reused. On an exception the transport aborts,
-    so that peers notice.
+    Leave the `with` block to finish: on a normal exit every receive has arrived and every sent buffer may be reused. On
+    an exception the transport aborts, so that peers notice.
     """
 
     def send(self, peer: int, data: Tensor) -> None:

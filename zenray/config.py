@@ -1,7 +1,7 @@
 """YAML files and `section.key=value` overrides, validated by strict pydantic models.
 
-An unknown key is an error that names the nearest key, the file and the line. Values are read by YAML's safe loader; lists
-on the command line are comma-separated. Nothing is instantiated by name.
+An unknown key is an error that names the nearest key, the file and the line. Values are read by YAML's safe loader;
+lists on the command line are comma-separated. Nothing is instantiated by name.
 """
 
 from __future__ import annotations
