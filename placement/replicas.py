@@ -1,7 +1,7 @@
 """Where the copies of each checkpoint shard live, and how likely memory alone survives the loss of k hosts.
 
 The rules are those of GEMINI (Wang et al., SOSP'23): hosts in groups of m when m divides N, otherwise groups and one
-closing ring ("mixed"); a plain ring for comparison. H(i) is the set of hosts that keep the shard of host i, i among them.
+closing ring ("mixed"); a plain ring for comparison. H(i) is the set of hosts that keep host i's shard, i among them.
 In each rule every host sends and receives m - 1 shards; they differ in how many distinct sets it is fatal to lose.
 """
 
