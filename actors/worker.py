@@ -1,0 +1,209 @@
+"""`GpuWorker`: one rank, with its device and its transport, that runs one function after another for its group.
+
+A plain class; `actors.group` wraps it with `ray.remote`. It lives for one epoch of one run. The function runs on a
+thread of its own, so that its reports stream to the driver and `abort` reaches a worker that waits in a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import ray
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from actors.errors import WorkerError
+from collectives.torch_transport import TorchTransport
+from collectives.transport import Transport
+from placement.inventory import Place, Seat
+
+_PROBE_TAG = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank reported: `sequence` counts its reports within one run of a function."""
+
+    rank: int
+    sequence: int
+    metrics: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the function ended: its return value, or the exception it raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+@dataclass
+class WorkerContext:
+    """What a function finds on its rank. The torch process group of the same ranks is the default group."""
+
+    run_id: str
+    epoch: int
+    rank: int
+    size: int
+    node_rank: int
+    local_rank: int
+    local_size: int
+    node: str
+    """Address of this worker's node."""
+    device: torch.device
+    transport: Transport
+    _events: queue.SimpleQueue[Report | Outcome] = field(repr=False)
+    _num_reports: int = 0
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Send `metrics` (plain values, small) to the driver, in order. Any rank may report; no rank waits."""
+        self._events.put(Report(self.rank, self._num_reports, dict(metrics)))
+        self._num_reports += 1
+
+
+RankFunction = Callable[[WorkerContext], Any]
+
+
+class GpuWorker:
+    """One rank. Call order: `sit`, on one worker `open_store`, on all `join`, then `run` any number of times."""
+
+    def __init__(self, run_id: str, epoch: int, bundle: int):
+        self.run_id, self.epoch, self.bundle = run_id, epoch, bundle
+        self.gpu_ids = assigned_gpus()
+        if not self.gpu_ids:
+            hide_gpus()
+        torch.set_num_threads(1)  # two threads a rank on few cores are many times slower than one
+        self.store: Store | None = None
+        self.place: Place | None = None
+        self.transport: Transport | None = None
+
+    @ray.method(concurrency_group="control")
+    def sit(self) -> tuple[Seat, int]:
+        """Where this worker came to run, and its process id."""
+        return Seat(self.bundle, ray.get_runtime_context().get_node_id(), node_address(), self.gpu_ids), os.getpid()
+
+    @ray.method
+    def open_store(self, size: int, timeout_s: float) -> tuple[str, int]:
+        """Open the rendezvous of `size` ranks on a port that the system chooses and that stays bound from here on."""
+        self.store = TCPStore(
+            node_address(), 0, size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+        return node_address(), self.store.port
+
+    @ray.method
+    def join(self, place: Place, store: tuple[str, int], start_timeout_s: float, collective_timeout_s: float) -> None:
+        """Become rank `place.rank` of a new process group; returns when all ranks have joined."""
+        if self.store is None:
+            host, port = store
+            self.store = TCPStore(host, port, place.size, is_master=False, timeout=timedelta(seconds=start_timeout_s))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", network_interface(node_address()))
+        if self.gpu_ids:
+            torch.cuda.set_device(0)
+        dist.init_process_group(
+            "nccl" if self.gpu_ids else "gloo",
+            store=PrefixStore(f"{self.run_id}/e{self.epoch}", self.store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=collective_timeout_s),
+        )
+        self.transport = TorchTransport(timeout_s=collective_timeout_s)
+        self.place = place
+
+    @ray.method(num_returns="streaming")
+    def run(self, function: RankFunction) -> Iterator[Report | Outcome]:
+        """Run `function(context)`; yields its reports as they come and its `Outcome` last, or raises its exception."""
+        events: queue.SimpleQueue[Report | Outcome] = queue.SimpleQueue()
+        context = self._context(events)
+        threading.Thread(target=_execute, args=(function, context, events), daemon=True, name="rank").start()
+        while True:
+            event = events.get()  # ends: `_execute` puts an Outcome last, whatever happens
+            if isinstance(event, Outcome) and event.error is not None:
+                raise event.error
+            yield event
+            if isinstance(event, Outcome):
+                return
+
+    @ray.method(concurrency_group="control")
+    def abort(self) -> None:
+        """Make the collectives that the running function waits in, and all later ones, raise."""
+        if self.transport is not None:
+            self.transport.abort()
+            for group in dist.distributed_c10d._world.pg_map:
+                if group is not dist.group.WORLD:  # made by the function, such as a hook's own group
+                    close_connections(group)
+
+    def _context(self, events: queue.SimpleQueue[Report | Outcome]) -> WorkerContext:
+        place, transport = self.place, self.transport
+        if place is None or transport is None:
+            raise WorkerError("this worker has not joined a group; call join first")
+        return WorkerContext(
+            run_id=self.run_id,
+            epoch=self.epoch,
+            rank=place.rank,
+            size=place.size,
+            node_rank=place.node_rank,
+            local_rank=place.local_rank,
+            local_size=place.local_size,
+            node=place.seat.address,
+            device=torch.device("cuda", 0) if self.gpu_ids else torch.device("cpu"),
+            transport=transport,
+            _events=events,
+        )
+
+
+def _execute(function: RankFunction, context: WorkerContext, events: queue.SimpleQueue[Report | Outcome]) -> None:
+    try:
+        torch.set_num_threads(1)
+        events.put(Outcome(value=function(context)))
+    except Exception as error:
+        events.put(Outcome(error=error))
+    except BaseException as error:  # SystemExit would end the actor without a word to its group
+        events.put(Outcome(error=WorkerError(f"rank {context.rank}: the function ended the process with {error!r}")))
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """End every pending operation of this rank in `group`. Gloo's own abort does not: a timed-out receive does."""
+    try:
+        if dist.get_backend(group) == "gloo":
+            pending = dist.irecv(torch.empty(1), group=group, tag=_PROBE_TAG)
+            assert pending is not None
+            pending.wait(timedelta(milliseconds=1))
+        else:
+            group.abort()
+    except RuntimeError:
+        return
+
+
+def assigned_gpus() -> tuple[str, ...]:
+    """The GPU ids that Ray gave to this actor; empty for an actor without GPUs."""
+    return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
+
+
+def hide_gpus() -> None:
+    """Hide all GPUs from this process. Ray leaves them visible to actors with num_gpus=0, which then may use them.
+
+    Call it before anything initialises CUDA.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def node_address() -> str:
+    """The address by which Ray knows this node."""
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address
+
+
+def network_interface(address: str) -> str:
+    """The name of the interface that carries `address`. Gloo would otherwise look up the host name and may miss it."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    raise WorkerError(f"no network interface of this host carries {address}; set GLOO_SOCKET_IFNAME")
