@@ -81,9 +81,10 @@ def systematic(pi: Float, order: Int, start: float) -> NDArray[np.bool_]:
     quota = round(float(pi.sum()))
     units = np.minimum(np.rint(pi * _ONE), _ONE).astype(np.int64)
     missing = quota * _ONE - int(units.sum())
-    room = np.where((units > 0) & (units < _ONE), _ONE - units if missing > 0 else -units, 0)
-    before = np.concatenate(([0], np.cumsum(room)[:-1]))
-    units += np.clip(missing - before, *sorted((0, missing))).clip(np.minimum(room, 0), np.maximum(room, 0))
+    fractional = (units > 0) & (units < _ONE)
+    room = np.where(fractional, _ONE - units if missing > 0 else units, 0)
+    before = np.cumsum(room) - room
+    units += np.sign(missing) * np.clip(abs(missing) - before, 0, room)
     ticks = (np.concatenate(([0], np.cumsum(units[order]))) - round(start * _ONE)) // _ONE
     keep = np.zeros(len(pi), bool)
     keep[order] = np.diff(ticks) > 0
