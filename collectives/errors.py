@@ -27,6 +27,10 @@ class ConfigError(ZenrayError):
     """A setting is unknown, misspelt, out of range or forbidden here."""
 
 
+class GradientError(ZenrayError):
+    """A gradient cannot be reduced as it is: its type, shape or ids are wrong. Nothing was sent."""
+
+
 class WireFormatError(ZenrayError):
     """Received bytes do not describe what they claim; nothing was allocated from them."""
 

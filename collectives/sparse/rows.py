@@ -33,18 +33,21 @@ class SparseRows:
 
 
 class Scheme(Protocol):
-    """One way to reduce sparse rows over all ranks (specs: balanced parallelism, column split, AGsparse, ...)."""
+    """One way to reduce sparse rows over all ranks (column split, balanced parallelism, AGsparse, ...)."""
 
     name: str
 
-    def all_reduce(self, rows: SparseRows, transport: Transport, op: Op) -> SparseRows:
+    def all_reduce(self, rows: SparseRows, transport: Transport, op: Op, sizes: np.ndarray | None = None) -> SparseRows:
         """Return the reduced rows: sorted unique ids, the same bytes on every rank, summed in rank order.
 
         Called by all ranks with the same num_rows, width, dtype and op (`sparse_all_reduce` checks that first).
+        sizes: int64 [n, 2], every rank's number of rows and bytes of coded ids (`Agreement.sizes`), where a metadata
+        round has gathered them already; without it the scheme runs its own round.
         """
 
     def wire_bytes(self, ids: Sequence[np.ndarray], num_rows: int, width: int, itemsize: int) -> dict[str, np.ndarray]:
         """Bytes that `all_reduce` would put on the wire, by phase: int64 [n, n], row = sender, column = receiver.
 
         ids: the sorted unique index set of each rank. Value-free: the same partition and sizing code, no values moved.
+        Includes the phase "metadata" of a call without `sizes`.
         """
