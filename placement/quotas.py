@@ -69,7 +69,8 @@ def inclusion(scores: Float, quota: int) -> Float:
     tail = np.cumsum(falling[::-1])[::-1]
     certain = np.arange(len(scores))
     first = int(np.argmax((quota - certain) * falling <= tail))  # pairs before it are kept for certain
-    return np.minimum(1.0, (quota - first) / tail[first] * scores)
+    pi: Float = np.minimum(1.0, (quota - first) / tail[first] * scores)
+    return pi
 
 
 def systematic(pi: Float, order: Int, start: float) -> NDArray[np.bool_]:
