@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import ray
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from actors.errors import WorkerError
+from actors.rendezvous import connect_store, node_address, open_store, pin_gloo_to
 from collectives.torch_transport import TorchTransport
 from collectives.transport import Transport
 from placement.inventory import Place, Seat
@@ -93,18 +93,16 @@ class GpuWorker:
     @ray.method
     def open_store(self, size: int, timeout_s: float) -> tuple[str, int]:
         """Open the rendezvous of `size` ranks on a port that the system chooses and that stays bound from here on."""
-        self.store = TCPStore(
-            node_address(), 0, size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
-        return node_address(), self.store.port
+        store = open_store(size, timeout_s)
+        self.store = store
+        return store.host, store.port
 
     @ray.method
     def join(self, place: Place, store: tuple[str, int], start_timeout_s: float, collective_timeout_s: float) -> None:
         """Become rank `place.rank` of a new process group; returns when all ranks have joined."""
         if self.store is None:
-            host, port = store
-            self.store = TCPStore(host, port, place.size, is_master=False, timeout=timedelta(seconds=start_timeout_s))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", network_interface(node_address()))
+            self.store = connect_store(*store, place.size, start_timeout_s)
+        pin_gloo_to(node_address())
         if self.gpu_ids:
             torch.cuda.set_device(0)
         dist.init_process_group(
@@ -193,17 +191,3 @@ def hide_gpus() -> None:
     Call it before anything initialises CUDA.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-def node_address() -> str:
-    """The address by which Ray knows this node."""
-    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    return address
-
-
-def network_interface(address: str) -> str:
-    """The name of the interface that carries `address`. Gloo would otherwise look up the host name and may miss it."""
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in entries):
-            return name
-    raise WorkerError(f"no network interface of this host carries {address}; set GLOO_SOCKET_IFNAME")

@@ -1,0 +1,202 @@
+"""The one table of Prometheus metrics, and the recorder that writes them through Ray.
+
+Dashboards are generated from `METRICS`, and a recorder refuses what is not in it: a new metric is one row here. Ray
+exports a row as `ray_<name>`, a counter as `ray_<name>_total`, a histogram as `ray_<name>_bucket`, `_sum`, `_count`.
+What this file does not do: decide what is worth recording in MLflow.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any
+
+import ray
+from ray.util import metrics as ray_metrics
+
+from collectives.errors import ConfigError
+
+
+class Kind(StrEnum):
+    """How a metric behaves over time: a counter only grows, a gauge is set, a histogram counts observations."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row. `group` is the dashboard row that shows it; an internal metric is exported but needs no panel."""
+
+    name: str
+    kind: Kind
+    unit: str
+    labels: tuple[str, ...]
+    description: str
+    group: str
+    internal: bool = False
+    boundaries: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets, in `unit`."""
+
+
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+METRICS: tuple[Metric, ...] = (
+    Metric("zenray_steps", Kind.COUNTER, "steps", ("run", "rank"), "Optimizer steps applied.", "Training"),
+    Metric(
+        "zenray_step_seconds",
+        Kind.HISTOGRAM,
+        "s",
+        ("run", "rank"),
+        "Time of one optimizer step, communication included.",
+        "Training",
+        boundaries=_SECONDS,
+    ),
+    Metric("zenray_loss", Kind.GAUGE, "1", ("run",), "Training loss of the last step, on rank 0.", "Training"),
+    Metric(
+        "zenray_wire_bytes",
+        Kind.COUNTER,
+        "bytes",
+        ("run", "rank", "role", "phase"),
+        "Bytes that this rank sent, by what the tensor is and which phase of the scheme sent them.",
+        "Communication",
+    ),
+    Metric(
+        "zenray_raw_bytes",
+        Kind.COUNTER,
+        "bytes",
+        ("run", "rank", "role"),
+        "Bytes of the tensors before any codec or sparse scheme: what a dense all-reduce works on.",
+        "Communication",
+    ),
+    Metric(
+        "zenray_codec_seconds",
+        Kind.COUNTER,
+        "s",
+        ("run", "rank", "role", "codec"),
+        "Time spent in encoding and decoding.",
+        "Communication",
+    ),
+    Metric(
+        "zenray_exposed_seconds",
+        Kind.COUNTER,
+        "s",
+        ("run", "rank"),
+        "Communication time that computation did not hide.",
+        "Communication",
+    ),
+    Metric(
+        "zenray_predicted_seconds",
+        Kind.GAUGE,
+        "s",
+        ("run", "role"),
+        "Communication time of one step as the cost model predicts it.",
+        "Planner",
+    ),
+    Metric(
+        "zenray_observed_seconds",
+        Kind.GAUGE,
+        "s",
+        ("run", "role"),
+        "Communication time of the last step as measured; compare with the prediction.",
+        "Planner",
+    ),
+    Metric(
+        "zenray_scheme_choices",
+        Kind.COUNTER,
+        "tensors",
+        ("run", "role", "scheme"),
+        "Tensors for which the planner chose a scheme; 'off' is plain PyTorch.",
+        "Planner",
+    ),
+    Metric(
+        "zenray_fallbacks",
+        Kind.COUNTER,
+        "events",
+        ("run", "role", "reason"),
+        "Times a chosen path was left for a plainer one.",
+        "Planner",
+    ),
+    Metric(
+        "zenray_imbalance",
+        Kind.GAUGE,
+        "ratio",
+        ("run", "kind"),
+        "Largest load of a rank over the mean load: bytes of a sparse scheme, tokens of experts. 1 is even.",
+        "Balance",
+    ),
+    Metric(
+        "zenray_peer_failures",
+        Kind.COUNTER,
+        "events",
+        ("run", "error"),
+        "Ranks that failed, by the class of their error.",
+        "Failures",
+    ),
+    Metric(
+        "zenray_epochs", Kind.COUNTER, "epochs", ("run",), "Starts of the worker group, the first one too.", "Failures"
+    ),
+)
+
+_BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
+
+
+class Metrics:
+    """Records rows of `METRICS` with fixed labels of its own, such as `Metrics(run=run_id, rank=0)`.
+
+    Without a connection to Ray nothing is exported, but names and labels are checked all the same: pure code and unit
+    tests call it unchanged.
+    """
+
+    def __init__(self, **labels: object):
+        self.labels = {key: str(value) for key, value in labels.items()}
+
+    def add(self, name: str, amount: float = 1.0, **labels: object) -> None:
+        """Increase a counter by `amount` >= 0."""
+        metric, tags = self._resolve(name, Kind.COUNTER, labels)
+        if not amount >= 0:
+            raise ConfigError(f"counter {name} only grows; it cannot take {amount}")
+        if amount and ray.is_initialized():
+            _exporter(metric).inc(float(amount), tags)
+
+    def set(self, name: str, value: float, **labels: object) -> None:
+        """Set a gauge."""
+        metric, tags = self._resolve(name, Kind.GAUGE, labels)
+        if ray.is_initialized():
+            _exporter(metric).set(float(value), tags)
+
+    def observe(self, name: str, value: float, **labels: object) -> None:
+        """Count one observation of a histogram."""
+        metric, tags = self._resolve(name, Kind.HISTOGRAM, labels)
+        if ray.is_initialized():
+            _exporter(metric).observe(float(value), tags)
+
+    def _resolve(self, name: str, kind: Kind, labels: Mapping[str, object]) -> tuple[Metric, dict[str, str]]:
+        metric = _BY_NAME.get(name)
+        if metric is None:
+            near = difflib.get_close_matches(name, _BY_NAME, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else "add a row to METRICS."
+            raise ConfigError(f"metric '{name}' is not in the table; {hint}")
+        if metric.kind is not kind:
+            raise ConfigError(f"metric '{name}' is a {metric.kind}, not a {kind}")
+        given = {key: str(value) for key, value in labels.items()}
+        unknown, missing = set(given) - set(metric.labels), set(metric.labels) - set(given) - set(self.labels)
+        if unknown or missing:
+            raise ConfigError(
+                f"metric '{name}' has the labels {', '.join(metric.labels)}; "
+                f"unknown: {', '.join(sorted(unknown)) or 'none'}; missing: {', '.join(sorted(missing)) or 'none'}"
+            )
+        return metric, {key: given.get(key, self.labels.get(key, "")) for key in metric.labels}
+
+
+@cache
+def _exporter(metric: Metric) -> Any:
+    """Ray's own object for a row, made when it is first written in this process."""
+    if metric.kind is Kind.HISTOGRAM:
+        return ray_metrics.Histogram(metric.name, metric.description, list(metric.boundaries), metric.labels)
+    made = ray_metrics.Counter if metric.kind is Kind.COUNTER else ray_metrics.Gauge
+    return made(metric.name, metric.description, metric.labels)
