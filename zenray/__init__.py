@@ -1,1 +1,80 @@
 """The face: what a user imports or types. Importing it loads neither torch, ray nor mlflow until a name is used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from actors.errors import GroupStateError, WorkerError, WorkerLost, WorkerTimeout
+    from collectives.errors import (
+        CollectiveError,
+        CollectiveMismatch,
+        CollectiveTimeout,
+        ConfigError,
+        GradientError,
+        PeerLost,
+        WireFormatError,
+        ZenrayError,
+    )
+    from collectives.policy import SyncPolicy
+    from collectives.replicas import clip_grad_norm_
+    from placement.errors import GangDoesNotFit, PlacementError
+    from zenray.tracking import TrackingError
+    from zenray.train import explain, prepare_model, sparse_all_reduce
+
+_HOMES = {
+    "prepare_model": "zenray.train",
+    "explain": "zenray.train",
+    "sparse_all_reduce": "zenray.train",
+    "clip_grad_norm_": "collectives.replicas",
+    "SyncPolicy": "collectives.policy",
+    "ZenrayError": "collectives.errors",
+    "ConfigError": "collectives.errors",
+    "GradientError": "collectives.errors",
+    "WireFormatError": "collectives.errors",
+    "CollectiveError": "collectives.errors",
+    "CollectiveMismatch": "collectives.errors",
+    "CollectiveTimeout": "collectives.errors",
+    "PeerLost": "collectives.errors",
+    "PlacementError": "placement.errors",
+    "GangDoesNotFit": "placement.errors",
+    "WorkerError": "actors.errors",
+    "WorkerLost": "actors.errors",
+    "WorkerTimeout": "actors.errors",
+    "GroupStateError": "actors.errors",
+    "TrackingError": "zenray.tracking",
+}
+"""Where each public name lives; read at its first use."""
+
+__all__ = [
+    "CollectiveError",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "ConfigError",
+    "GangDoesNotFit",
+    "GradientError",
+    "GroupStateError",
+    "PeerLost",
+    "PlacementError",
+    "SyncPolicy",
+    "TrackingError",
+    "WireFormatError",
+    "WorkerError",
+    "WorkerLost",
+    "WorkerTimeout",
+    "ZenrayError",
+    "clip_grad_norm_",
+    "explain",
+    "prepare_model",
+    "sparse_all_reduce",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'zenray' has no attribute '{name}'; public names are {', '.join(__all__)}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,328 @@
+"""What a reduction costs: bytes per scheme in closed form, the lower bound, and seconds on a measured link.
+
+Pure formulas over `Load` (what all ranks know once the metadata round is done) and `Link` (measured once, then equal
+on all ranks), so that every rank predicts the same numbers. Byte formulas follow the schemes' own phases; metadata
+(sizes, counts) is not part of them. Times follow the alpha-beta model: rounds cost latency, the rank that sends or
+receives most sets the transfer time, and touched memory costs packing time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from statistics import NormalDist
+
+import numpy as np
+import torch
+
+from collectives.transport import Parcel, Transport, all_gather_records, others
+
+# --- the link ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Link:
+    """One group's network and memory, as agreed by all its ranks (the slowest rank's view).
+
+    round_s: every rank swaps a few bytes with all others. pair_s: with one other. all_reduce_s: the backend's own
+    all-reduce of a few bytes. bytes_per_s: per rank and direction, all ranks busy both ways. all_reduce_bytes_per_s:
+    the same for the backend's all-reduce, counting 2(n-1)/n of the buffer. pack_bytes_per_s: gathering and
+    scatter-adding rows. copy_bytes_per_s: contiguous copy.
+    """
+
+    size: int
+    round_s: float
+    pair_s: float
+    all_reduce_s: float
+    bytes_per_s: float
+    all_reduce_bytes_per_s: float
+    pack_bytes_per_s: float
+    copy_bytes_per_s: float
+
+
+PROBE_REPEATS = 3
+PROBE_TARGET_S = 0.02
+"""A transfer this long is dominated by bandwidth; the probe grows its buffer until one takes that long."""
+PROBE_MAX_BYTES = 4 << 20
+
+
+def probe_link(transport: Transport) -> Link:
+    """Measure the link and the memory once; a collective call. All ranks return equal values.
+
+    Takes about 0.2 s on a fast link and up to 5 s at 100 Mbit/s: a buffer of 64 KiB a peer grows fourfold until one
+    exchange takes 20 ms or 4 MiB a peer are reached.
+    """
+    n = transport.size
+    pack, copy = _memory_rates(transport.device)
+    if n == 1:
+        return Link(1, 0.0, 0.0, 0.0, math.inf, math.inf, pack, copy)
+    everyone, neighbour = others(transport), [others(transport)[0]]
+    round_s = _slowest(transport, lambda: _swap(transport, everyone, everyone, 8), repeats=2 * PROBE_REPEATS)
+    pair_s = _slowest(transport, lambda: _swap(transport, neighbour, [others(transport)[-1]], 8))
+    tiny = torch.zeros(2, device=transport.device)
+    all_reduce_s = _slowest(transport, lambda: transport.all_reduce("probe", tiny))
+
+    num_bytes = 64 << 10
+    while True:
+        elapsed_s = _slowest(transport, lambda size=num_bytes: _swap(transport, everyone, everyone, size))  # type: ignore[misc]
+        if elapsed_s >= PROBE_TARGET_S or num_bytes >= PROBE_MAX_BYTES:
+            break
+        num_bytes *= 4
+    rate = (n - 1) * num_bytes / max(elapsed_s - round_s, 1e-9)
+    data = torch.zeros(n * num_bytes // 8, device=transport.device)
+    dense_s = _slowest(transport, lambda: transport.all_reduce("probe", data))
+    dense_rate = 2 * (n - 1) / n * data.nbytes / max(dense_s - all_reduce_s, 1e-9)
+
+    mine = Link(n, round_s, pair_s, all_reduce_s, rate, dense_rate, pack, copy)
+    return _agree(transport, mine)
+
+
+def _agree(transport: Transport, mine: Link) -> Link:
+    """The slowest rank's view, sent as the bits of float64, so that all ranks hold equal bytes."""
+    values = np.array(astuple(mine)[1:], np.float64)
+    table = all_gather_records(transport, "metadata", values.view(np.int64).tolist()).view(np.float64)
+    times, rates = table[:, :3].max(axis=0), table[:, 3:].min(axis=0)
+    return Link(mine.size, *(float(x) for x in times), *(float(x) for x in rates))
+
+
+def _swap(transport: Transport, to: list[int], source: list[int], num_bytes: int) -> None:
+    data = torch.zeros(num_bytes, dtype=torch.uint8, device=transport.device)
+    recvs = [Parcel(peer, torch.empty_like(data)) for peer in source]
+    with transport.exchange("probe", recvs) as exchange:
+        for peer in to:
+            exchange.send(peer, data)
+
+
+def _slowest(transport: Transport, body: Callable[[], None], repeats: int = PROBE_REPEATS) -> float:
+    """Seconds of the best repetition (after one warm-up), the maximum over ranks: equal on all ranks."""
+    body()
+    best_ns = None
+    for _ in range(repeats):
+        all_gather_records(transport, "metadata", [0])
+        start_ns = time.perf_counter_ns()
+        body()
+        elapsed_ns = time.perf_counter_ns() - start_ns
+        best_ns = elapsed_ns if best_ns is None else min(best_ns, elapsed_ns)
+    return float(all_gather_records(transport, "metadata", [best_ns or 0]).max()) / 1e9
+
+
+def _memory_rates(device: torch.device) -> tuple[float, float]:
+    """Bytes per second of a gather plus scatter-add of 1 KiB rows, and of a copy (4 MiB each, best of the repeats)."""
+    table = torch.ones(8192, 256, device=device)
+    ids = torch.arange(0, 8192, 2, device=device)
+    out = torch.zeros_like(table)
+
+    def pack() -> None:
+        out.index_add_(0, ids, table.index_select(0, ids))
+
+    def best(body: Callable[[], object]) -> float:
+        times = []
+        for _ in range(PROBE_REPEATS + 1):
+            start_ns = time.perf_counter_ns()
+            body()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter_ns() - start_ns)
+        return max(min(times), 1) / 1e9
+
+    return table.nbytes / 2 / best(pack), table.nbytes / best(lambda: out.copy_(table))
+
+
+# --- the load and the bound -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Load:
+    """One tensor to reduce: touched rows of each rank, the (predicted or known) union, and the shape of a row.
+
+    k: int64 [n], touched rows by rank. union: distinct rows over all ranks. width: values a row. itemsize: bytes a
+    value. id_bytes: int64 [n], each rank's ids in their shortest coding. is_dense: the gradients are dense buffers
+    (rows found by scanning): reducing them densely packs nothing.
+    """
+
+    k: np.ndarray
+    union: float
+    num_rows: int
+    width: int
+    itemsize: int
+    id_bytes: np.ndarray
+    is_dense: bool = False
+
+    @property
+    def size(self) -> int:
+        return len(self.k)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.itemsize
+
+    @property
+    def index_bytes(self) -> int:
+        return 4 if self.num_rows < 2**31 else 8
+
+    @property
+    def total(self) -> int:
+        return int(self.k.sum())
+
+    @property
+    def dense_bytes(self) -> int:
+        return self.num_rows * self.row_bytes
+
+    def union_of(self, num_ranks: float) -> float:
+        """Distinct rows over `num_ranks` ranks, interpolated as a power law between one rank's mean and the union."""
+        mean = self.total / self.size
+        if self.size == 1 or mean == 0 or self.union <= mean:
+            return mean
+        return mean * math.pow(num_ranks, math.log(self.union / mean) / math.log(self.size))
+
+
+def lower_bound_bytes(load: Load) -> float:
+    """Least bytes of values per rank, on average, that any lossless reduction moves: (k + (n-2)/n K) rows.
+
+    Without in-network reduction or multicast, and with one partial sum per position and message.
+    """
+    n = load.size
+    return (load.total / n + (n - 2) / n * load.union) * load.row_bytes if n > 1 else 0.0
+
+
+def dense_wins_on_elements(load: Load) -> bool:
+    """True where balanced parallelism cannot beat the dense ring on bytes: (v+i)/v d + D + 1/(8v) >= 2 (width 1)."""
+    v, i, n = load.itemsize, load.index_bytes, load.size
+    density, union_density = load.total / n / load.num_rows, load.union / load.num_rows
+    return (v + i) / v * density + union_density + 1 / (8 * v) >= 2
+
+
+# --- the schemes ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one scheme does with one load.
+
+    sent_bytes, received_bytes: float64 [n], payload by rank. rounds: exchanges of all with all; pair_rounds: exchanges
+    with one other rank. packed_bytes, copied_bytes: memory moved row by row, and contiguously, by the busiest rank.
+    native: the backend's own all-reduce carries the payload.
+    """
+
+    sent_bytes: np.ndarray
+    received_bytes: np.ndarray
+    rounds: int = 0
+    pair_rounds: int = 0
+    packed_bytes: float = 0.0
+    copied_bytes: float = 0.0
+    native: bool = False
+
+    @property
+    def bottleneck_bytes(self) -> float:
+        """What the busiest rank sends or receives, whichever is more."""
+        return float(max(self.sent_bytes.max(), self.received_bytes.max()))
+
+
+def _agsparse(load: Load) -> Cost:
+    """All-gather of ids and values; every rank merges all of it."""
+    entry = load.row_bytes + load.index_bytes
+    others_k = load.total - load.k
+    packed = (load.total + load.union) * load.row_bytes
+    return Cost((load.size - 1.0) * load.k * entry, others_k * float(entry), rounds=1, packed_bytes=packed)
+
+
+def _column(load: Load) -> Cost:
+    """All-gather of ids, values by columns to their owner, all-gather of the reduced columns."""
+    n, total = load.size, load.total
+    cuts = np.arange(n + 1) * load.width // n
+    owned = np.diff(cuts) * float(load.itemsize)
+    sent = (n - 1.0) * load.id_bytes + load.k * (load.row_bytes - owned) + (n - 1) * load.union * owned
+    received = load.id_bytes.sum() - load.id_bytes + (total - load.k) * owned + load.union * (load.row_bytes - owned)
+    packed = float(load.k.max()) * load.row_bytes + total * owned.max() + load.union * load.row_bytes
+    return Cost(sent, received, rounds=3, packed_bytes=packed)
+
+
+def _hashed(load: Load) -> Cost:
+    """Balanced parallelism: ids and values to their owner, sums back with ids as a bitmap or as a list, if shorter."""
+    return _by_owner(load, pull_index_bytes=min(load.num_rows / 8, load.union * load.index_bytes))
+
+
+def _by_owner(load: Load, pull_index_bytes: float) -> Cost:
+    n, entry = load.size, load.row_bytes + load.index_bytes
+    busiest = 1 + expected_peak(n) * math.sqrt((n - 1) / max(load.union, 1.0))
+    pulled = (load.union * load.row_bytes + pull_index_bytes) / n
+    sent = (n - 1) / n * load.k * entry + (n - 1) * pulled * busiest
+    received = (load.total - load.k) / n * entry * busiest + (n - 1) * pulled
+    packed = (float(load.k.max()) + load.total / n + 2 * load.union) * load.row_bytes
+    return Cost(sent, received, rounds=3, packed_bytes=packed)
+
+
+def expected_peak(num_parts: int) -> float:
+    """Expected maximum of `num_parts` standard normal variables (Blom's approximation): the fullest hashed part."""
+    return NormalDist().inv_cdf((num_parts - 0.375) / (num_parts + 0.25)) if num_parts > 1 else 0.0
+
+
+def _sparcml(load: Load) -> Cost:
+    """Recursive doubling, dense once that is shorter; surplus ranks fold into a partner first and get the result last.
+
+    Renggli et al., SC'19, SSAR_Recursive_double: at stage j each rank swaps the merge of 2^j ranks.
+    """
+    n, entry = load.size, load.row_bytes + load.index_bytes
+    stages = n.bit_length() - 1
+    surplus = n - (1 << stages)
+    merged = [min(load.union_of(n / (1 << stages) * (1 << j)) * entry, float(load.dense_bytes)) for j in range(stages)]
+    exchanged = sum(merged)
+    result = min(load.union * entry, float(load.dense_bytes))
+    sent = np.full(n, exchanged)
+    received = np.full(n, exchanged)
+    if surplus:
+        folded = load.k[-surplus:] * float(entry)
+        sent[-surplus:], received[-surplus:] = folded, result
+        sent[:surplus] += result
+        received[:surplus] += folded
+    return Cost(sent, received, pair_rounds=stages + (2 if surplus else 0), packed_bytes=2 * exchanged + result)
+
+
+def _dense(load: Load) -> Cost:
+    """The backend's all-reduce of the whole tensor. A sparse gradient is spread out first and gathered afterwards.
+
+    Its touched ids travel as bitmaps, reduced like the values.
+    """
+    n = load.size
+    num_bytes = load.dense_bytes if load.is_dense else load.dense_bytes + load.num_rows / 8
+    ring = np.full(n, 2 * (n - 1) / n * num_bytes)
+    if load.is_dense:
+        return Cost(ring, ring, native=True)
+    packed = (float(load.k.max()) + load.union) * load.row_bytes
+    return Cost(ring, ring, rounds=2, packed_bytes=packed, copied_bytes=float(load.dense_bytes), native=True)
+
+
+COSTS: dict[str, Callable[[Load], Cost]] = {
+    "column": _column,
+    "hashed_rows": _hashed,
+    "zen": _hashed,
+    "agsparse": _agsparse,
+    "sparcml": _sparcml,
+    "dense": _dense,
+}
+"""Byte formulas by scheme name."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """payload_bytes: what the busiest rank sends or receives, whichever is more. seconds: on the given link."""
+
+    scheme: str
+    payload_bytes: int
+    seconds: float
+
+
+def predict(scheme: str, load: Load, link: Link) -> Prediction:
+    """Bytes and seconds of one scheme. Raises KeyError for a scheme without a formula."""
+    cost = COSTS[scheme](load)
+    payload = cost.bottleneck_bytes
+    seconds = cost.rounds * link.round_s + cost.pair_rounds * link.pair_s + cost.packed_bytes / link.pack_bytes_per_s
+    if cost.native:
+        seconds += link.all_reduce_s + payload / link.all_reduce_bytes_per_s
+    else:
+        seconds += payload / link.bytes_per_s
+    scanned_bytes = load.dense_bytes if load.is_dense and not cost.native else 0
+    seconds += (cost.copied_bytes + scanned_bytes) / link.copy_bytes_per_s
+    return Prediction(scheme, round(payload), seconds)

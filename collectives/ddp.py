@@ -1,0 +1,311 @@
+"""Where DistributedDataParallel hands us its gradients: one communication hook for sparse, row-sparse and dense ones.
+
+On Gloo the hook owns a group and one thread, which runs the collectives of all buckets in bucket order while backward
+goes on; on NCCL it runs them on DDP's own group in the calling thread. What always holds: state is keyed by parameter
+name (DDP rebuilds its buckets after the first backward), a parameter without a gradient still takes part, and an error
+ends the backward pass of every rank with an exception that names the parameter.
+
+What this does not do: buffers, and parameters that DDP was told to ignore, stay as they are.
+"""
+
+# Annotations are not postponed here: DDP compares the hook's with the types themselves.
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from collectives.cost import probe_link
+from collectives.errors import CollectiveError, CollectiveMismatch, ConfigError, ZenrayError
+from collectives.gradients import GradientReducer, Place
+from collectives.planner import CallRecord, Planner
+from collectives.policy import SyncPolicy
+from collectives.replicas import check_replicas
+from collectives.torch_transport import TorchTransport
+from collectives.transport import Transport
+
+MAX_NAMED = 4
+
+
+@dataclass
+class _Bucket:
+    """One bucket on its way. `done` is set when `future` has its result or the hook has failed."""
+
+    names: tuple[str, ...]
+    places: tuple[Place, ...]
+    """Empty for a sparse gradient, which has a bucket of its own."""
+    buffer: Tensor
+    is_last: bool
+    future: Future[Tensor]
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+def sync_hook(state: "SyncHook", bucket: GradBucket) -> Future[Tensor]:
+    """The function that DDP calls for every ready bucket."""
+    return state.start(bucket)
+
+
+def attach(
+    model: DistributedDataParallel, policy: SyncPolicy | str | Mapping[str, str] = "auto", *, timeout_s: float = 300.0
+) -> "SyncHook":
+    """Let zenray synchronise the gradients of `model`; a collective call, before the first backward pass.
+
+    timeout_s bounds every wait for a peer. Raises ConfigError if a hook is attached already.
+    """
+    if hook_of(model) is not None:
+        raise ConfigError("this model has a synchroniser already; change its policy instead of attaching a second one")
+    group = model.process_group
+    device = next(p.device for p in model.parameters())
+    own_group = None
+    if device.type == "cpu":
+        ranks = dist.get_process_group_ranks(group)
+        wait = timedelta(seconds=timeout_s)
+        own_group = dist.new_group(ranks, timeout=wait, backend="gloo", use_local_synchronization=True)
+    transport = TorchTransport(own_group or group, timeout_s=timeout_s)
+    if transport.device.type != device.type:
+        raise ConfigError(f"parameters live on {device}, but the process group serves {transport.device}")
+    hook = SyncHook(model, SyncPolicy.of(policy), transport, own_group)
+    model.register_comm_hook(hook, sync_hook)
+    _attached[model] = hook
+    return hook
+
+
+def hook_of(model: nn.Module) -> "SyncHook | None":
+    """The hook attached to this DDP model, if any."""
+    return _attached.get(model)
+
+
+_attached: weakref.WeakKeyDictionary[nn.Module, "SyncHook"] = weakref.WeakKeyDictionary()
+
+
+class SyncHook:
+    """State and engine of the communication hook of one DDP model. Made by `attach`; a context manager.
+
+    Gradients come back as the mean over ranks, the same bytes on every rank. After an error the group is unusable:
+    every later backward pass raises, and training goes on from a checkpoint in a new group.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        policy: SyncPolicy,
+        transport: Transport,
+        own_group: dist.ProcessGroup | None,
+    ):
+        self.policy, self.transport = policy, transport
+        ignored = set(model.parameters_to_ignore)
+        self.parameters: dict[str, nn.Parameter] = {
+            name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored
+        }
+        self.planner = Planner(probe_link(transport))
+        self._reducer = GradientReducer(transport, self.planner, policy)
+        self.num_backwards = 0
+        self.error: BaseException | None = None
+        self._names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
+        self._seen: set[str] = set()
+        self._checked_at = 0
+        handles = _define_missing_gradients(model, self.parameters)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if own_group is not None:
+            # The thread knows the queue only, so that a hook nobody closes can still be collected.
+            self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="zenray-sync", daemon=True)
+            self._thread.start()
+        self._stop = weakref.finalize(self, _stop, self._jobs, self._thread, transport, own_group, handles)
+
+    # --- called by autograd ---
+
+    def start(self, bucket: GradBucket) -> Future[Tensor]:
+        """Queue one bucket; its collectives run in order behind those of earlier buckets."""
+        if self.error is not None or not self._stop.alive:
+            cause = f"failed earlier: {self.error}" if self.error else "was closed"
+            raise CollectiveError(f"rank {self.transport.rank}: the gradient synchroniser {cause}")
+        self._check_replicas_if_due()
+        buffer = bucket.buffer()
+        names = tuple(self._names[p] for p in bucket.parameters())
+        places = tuple(
+            Place(name, int(view.storage_offset() - buffer.storage_offset()), view.shape, view.is_contiguous())
+            for name, view in zip(names, bucket.gradients(), strict=not buffer.is_sparse)
+        )
+        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
+        work = _Bucket(names, places, buffer, bucket.is_last(), future)
+        Variable._execution_engine.queue_callback(lambda: self._finish(work))
+        self._submit(lambda: self._run(work))
+        return work.future
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        if self._thread is None:
+            job()
+        else:
+            self._jobs.put(job)
+
+    def _finish(self, work: _Bucket) -> None:
+        """Runs at the end of backward, before DDP collects the futures: the place where errors can be raised.
+
+        An exception inside a future would reach DDP as a value of the wrong type.
+        """
+        work.done.wait()
+        if self.error is not None:
+            raise self.error
+        self._seen.update(work.names)
+        if work.is_last:
+            missing = sorted(self.parameters.keys() - self._seen)
+            if missing:
+                raise CollectiveMismatch(
+                    f"{len(self._seen)} of {len(self.parameters)} parameters were synchronised; missing: {missing[:5]}"
+                )
+            self._seen.clear()
+            self.num_backwards += 1
+
+    # --- called by the communication thread ---
+
+    def _run(self, work: _Bucket) -> None:
+        result = work.buffer
+        if self.error is None:
+            try:
+                result = self._reduce(work)
+            except BaseException as error:
+                self._fail(error, f"gradient of {_listing(work.names)}")
+        work.future.set_result(result)
+        work.done.set()
+
+    def _reduce(self, work: _Bucket) -> Tensor:
+        self._reducer.step = self.num_backwards
+        if work.buffer.is_sparse:
+            return self._reducer.reduce_sparse(work.names[0], work.buffer)
+        self._reducer.reduce_flat(work.buffer, work.places)
+        return work.buffer
+
+    def _fail(self, error: BaseException, what: str) -> None:
+        if isinstance(error, ZenrayError):
+            error.args = (f"{what}: {error}",)
+            self.error = error
+        else:
+            self.error = CollectiveError(f"rank {self.transport.rank}: {what}: {type(error).__name__}: {error}")
+            self.error.__cause__ = error
+        self.transport.abort()
+
+    def _check_replicas_if_due(self) -> None:
+        every = self.policy.check_replicas_every
+        if every and self.num_backwards % every == 0 and self._checked_at < self.num_backwards:
+            self._checked_at = self.num_backwards
+            self._submit(self._check_replicas)
+
+    def _check_replicas(self) -> None:
+        if self.error is None:
+            try:
+                check_replicas(self.parameters, self.transport)
+            except BaseException as error:
+                self._fail(error, f"after {self.num_backwards} steps")
+
+    # --- for the user ---
+
+    def records(self) -> list[CallRecord]:
+        """Predicted and observed bytes and seconds of every reduction of a sparse tensor; not during backward."""
+        return self.planner.records()
+
+    def check_replicas(self) -> None:
+        """Compare all parameters over all ranks now; a collective call, not during backward. See `check_replicas`."""
+        if self.error is not None:
+            raise self.error
+        done = threading.Event()
+        self._submit(self._check_replicas)
+        self._submit(done.set)
+        done.wait()
+        if self.error is not None:
+            raise self.error
+
+    def state_dict(self) -> dict[str, Any]:
+        """The planner's state by parameter name; picklable, equal on all ranks; not during backward."""
+        return {"planner": self.planner.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`, on all ranks alike."""
+        self.planner.load_state_dict(state["planner"])
+
+    def close(self) -> None:
+        """End the thread and its group; waits no longer than a collective may take. Later backward passes raise."""
+        self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _define_missing_gradients(
+    model: DistributedDataParallel, parameters: Mapping[str, nn.Parameter]
+) -> list[RemovableHandle]:
+    """Give sparse parameters that a backward pass does not reach an empty gradient, before DDP looks for one.
+
+    DDP stops at an unused parameter whose gradient should be sparse, because it cannot invent one. Tensor hooks run
+    before DDP's own, so the first parameter that is reached defines them all.
+    """
+    if not (model.find_unused_parameters or model.static_graph):
+        return []
+    modules = [m for m in model.module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    trained = set(parameters.values())
+    sparse = [m.weight for m in modules if m.weight in trained]
+
+    def define(_: Tensor) -> None:
+        for weight in sparse:
+            if weight.grad is None:
+                weight.grad = torch.sparse_coo_tensor(
+                    torch.empty((1, 0), dtype=torch.int64, device=weight.device),
+                    weight.new_empty((0, *weight.shape[1:])),
+                    weight.shape,
+                    check_invariants=False,
+                )
+
+    if not sparse:
+        return []
+    return [p.register_hook(define) for p in parameters.values()]  # type: ignore[no-untyped-call]
+
+
+def _run_jobs(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job
+
+
+def _stop(
+    jobs: "queue.SimpleQueue[Callable[[], None] | None]",
+    thread: threading.Thread | None,
+    transport: Transport,
+    own_group: dist.ProcessGroup | None,
+    handles: Sequence[RemovableHandle],
+) -> None:
+    for handle in handles:
+        handle.remove()
+    if thread is None:
+        return
+    jobs.put(None)
+    thread.join(transport.timeout_s)
+    if thread.is_alive():
+        transport.abort()
+        return
+    if own_group is not None and dist.is_initialized():
+        with suppress(ValueError, RuntimeError):
+            dist.destroy_process_group(own_group)
+
+
+def _listing(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:MAX_NAMED])
+    return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
