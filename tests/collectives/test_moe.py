@@ -1,0 +1,251 @@
+"""The distributed layer against one process that holds all tokens and all experts, in float64."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from collectives.errors import CollectiveMismatch
+from collectives.expert_state import ExpertState
+from collectives.moe import DISPATCH, MoELayer, Routes, Selection, Selector, keep_all
+from collectives.transport import LocalTransport, run_local
+from placement.experts import POLICIES
+from placement.quotas import select as draw
+from placement.split import Ranks, token_map
+
+WIDTH, HIDDEN, EXPERTS, TOP_K = 6, 10, 7, 2
+
+
+@dataclass
+class Whole:
+    """The oracle's parameters: w1 [E, d, f], w2 [E, f, d], gate [E, d]."""
+
+    w1: Tensor
+    w2: Tensor
+    gate: Tensor
+
+
+def whole_model() -> Whole:
+    generator = torch.Generator().manual_seed(3)  # ranks are threads: the global generator is shared
+    shape = [(EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH), (EXPERTS, WIDTH)]
+    return Whole(*(torch.randn(s, dtype=torch.float64, generator=generator).mul_(0.5).requires_grad_() for s in shape))
+
+
+def oracle(model: Whole, x: Tensor) -> Tensor:
+    probabilities = F.softmax(x @ model.gate.T, dim=-1)
+    top = probabilities.topk(TOP_K, dim=-1)
+    gates = top.values / top.values.sum(1, keepdim=True)
+    outputs = torch.einsum("tef,efd->ted", F.gelu(torch.einsum("td,edf->tef", x, model.w1)), model.w2)
+    chosen = outputs.gather(1, top.indices[:, :, None].expand(-1, -1, WIDTH))
+    return (gates[:, :, None] * chosen).sum(1)
+
+
+def planner(policy: str, num_ranks: int, slots: int) -> Callable[[np.ndarray], Routes]:
+    ranks = Ranks.equal(num_ranks, slots)
+
+    def plan(counts: np.ndarray) -> Routes:
+        hosts = POLICIES[policy].hosts(np.arange(EXPERTS)[None] % 3 + 1, ranks, None)
+        split = POLICIES[policy].split(hosts, counts.sum(0), ranks)
+        return Routes(token_map(counts, split.pairs, ranks), hosts)
+
+    return plan
+
+
+def make_layer(
+    transport: LocalTransport, policy: str, slots: int, select: Selector = keep_all, **options: object
+) -> tuple[MoELayer, ExpertState, np.ndarray]:
+    model, plan = whole_model(), planner(policy, transport.size, slots)
+    layer = MoELayer(
+        WIDTH, HIDDEN, EXPERTS, slots, TOP_K, transport=transport, plan=plan, select=select, **options
+    ).double()  # type: ignore[arg-type]
+    layer.router.gate.weight.data.copy_(model.gate)
+    state = ExpertState([layer.w1, layer.w2], EXPERTS, transport, lr=0.01)
+    for expert in range(EXPERTS):
+        state.fill(expert, torch.cat([model.w1[expert].flatten(), model.w2[expert].flatten()]).detach())
+    hosts = plan(np.zeros((transport.size, EXPERTS), np.int64)).slots
+    state.push_weights(hosts)
+    return layer, state, hosts
+
+
+def tokens(size: int, empty_rank: int | None = None) -> list[Tensor]:
+    torch.manual_seed(11)
+    lengths = [0 if rank == empty_rank else 5 + 3 * rank for rank in range(size)]
+    return [torch.randn(n, WIDTH, dtype=torch.float64) for n in lengths]
+
+
+@pytest.mark.parametrize(
+    ("size", "slots", "policy", "empty_rank"),
+    [
+        (1, 7, "static", None),
+        (2, 5, "robust", None),
+        (2, 4, "symi_dropless", 1),
+        (3, 4, "robust", 0),
+        (4, 3, "robust", None),
+        (4, 2, "static", 2),
+        (5, 3, "eplb", None),
+        (8, 2, "robust", 5),
+    ],
+)
+@pytest.mark.parametrize("keep_hidden", [True, False])
+def test_forward_and_gradients_equal_one_process(
+    size: int, slots: int, policy: str, empty_rank: int | None, keep_hidden: bool
+) -> None:
+    parts = tokens(size, empty_rank)
+    model = whole_model()
+    inputs = [part.clone().requires_grad_() for part in parts]
+    output = oracle(model, torch.cat(inputs))
+    target = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).reshape(output.shape)
+    (output * target).sum().backward()
+    offsets = np.cumsum([0] + [len(part) for part in parts])
+
+    def body(transport: LocalTransport) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+        layer, state, hosts = make_layer(transport, policy, slots, keep_hidden=keep_hidden)
+        x = parts[transport.rank].clone().requires_grad_()
+        y, _ = layer(x)
+        (y * target[offsets[transport.rank] : offsets[transport.rank + 1]]).sum().backward()
+        assert layer.w1.grad is not None, "zeros, never None"
+        state.reduce_gradients(hosts)
+        assert x.grad is not None
+        assert layer.router.gate.weight.grad is not None
+        return y.detach(), x.grad, layer.router.gate.weight.grad, state.gradient.clone(), state.squared_norm()
+
+    results = run_local(size, body)
+    exact = {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(torch.cat([r[0] for r in results]), output.detach(), **exact)
+    expected_dx = torch.cat([x.grad if x.grad is not None else torch.zeros_like(x) for x in inputs])
+    torch.testing.assert_close(torch.cat([r[1] for r in results]), expected_dx, **exact)
+    torch.testing.assert_close(torch.stack([r[2] for r in results]).sum(0), model.gate.grad, **exact)
+    assert model.w1.grad is not None
+    assert model.w2.grad is not None
+    flat = torch.cat([model.w1.grad.flatten(1), model.w2.grad.flatten(1)], dim=1)
+    torch.testing.assert_close(torch.cat([r[3] for r in results], dim=1), flat, **exact)
+    assert len({r[4] for r in results}) == 1
+    assert results[0][4] == pytest.approx(float(flat.square().sum()), rel=1e-10)
+
+
+def sampler(quota: int, draw_number: int, rank: int) -> Selector:
+    def select(scores: Tensor, expert: Tensor) -> Selection:
+        kept = draw(scores.numpy(), expert.numpy(), EXPERTS, quota, [17, draw_number, rank])
+        return Selection(torch.from_numpy(kept.index), torch.from_numpy(kept.weight))
+
+    return select
+
+
+def test_the_sampled_backward_is_unbiased_keeps_its_quota_and_sends_less() -> None:
+    size, slots, draws = 2, 5, 300
+    parts = tokens(size)
+
+    def one(transport: LocalTransport, select: Selector) -> tuple[Tensor, Tensor, int]:
+        layer, state, hosts = make_layer(transport, "robust", slots, select)
+        x = parts[transport.rank].clone().requires_grad_()
+        y, _ = layer(x)
+        transport.traffic.clear()
+        y.square().sum().backward()
+        sent = transport.traffic.sent_bytes(DISPATCH)
+        state.reduce_gradients(hosts)
+        assert x.grad is not None
+        return state.gradient.clone(), x.grad, sent
+
+    full = run_local(size, lambda t: one(t, keep_all))
+    sampled = [run_local(size, lambda t, d=d: one(t, sampler(4, d, t.rank))) for d in range(draws)]
+    for rank in range(size):
+        for which in (0, 1):
+            values = torch.stack([s[rank][which] for s in sampled])
+            error = (values.mean(0) - full[rank][which]).abs()
+            allowed = 4.5 * values.std(0) / np.sqrt(draws) + 1e-9
+            assert (error <= allowed).float().mean() > 0.995
+    again = run_local(size, lambda t: one(t, sampler(4, 0, t.rank)))
+    torch.testing.assert_close(again[0][0], sampled[0][0][0], rtol=0, atol=0)
+    row_bytes = WIDTH * 8
+    assert max(s[0][2] for s in sampled) <= 4 * row_bytes + 64 < full[0][2] + full[1][2]
+
+
+def test_a_plan_that_loses_pairs_or_differs_between_ranks_raises_everywhere() -> None:
+    def body(transport: LocalTransport, mistake: str) -> str:
+        layer, _, _ = make_layer(transport, "static", 4)
+        good = layer.plan
+
+        def bad(counts: np.ndarray) -> Routes:
+            routes = good(counts)
+            pairs = routes.pairs.copy()
+            if mistake == "loses":
+                pairs[0, 0, np.argmax(pairs[0, 0])] -= 1
+            elif transport.rank == 1:
+                source, target, expert = np.argwhere(pairs > 0)[0]
+                pairs[source, target, expert] -= 1
+                pairs[source, 1 - target, expert] += 1
+            return Routes(pairs, routes.slots)
+
+        layer.plan = bad
+        with pytest.raises(CollectiveMismatch) as error:
+            layer(tokens(2)[transport.rank])
+        return str(error.value)
+
+    assert all("must route all" in text for text in run_local(2, lambda t: body(t, "loses")))
+    assert all("different expert plans" in text for text in run_local(2, lambda t: body(t, "differs")))
+
+
+def adam_reference(steps: int) -> Tensor:
+    model = whole_model()
+    flat = torch.cat([model.w1.flatten(1), model.w2.flatten(1)], dim=1).detach().clone().requires_grad_()
+    optimizer = torch.optim.AdamW([flat], lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(steps):
+        flat.grad = torch.sin(torch.arange(flat.numel(), dtype=torch.float64) + step).reshape(flat.shape)
+        optimizer.step()
+    return flat.detach()
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_sharded_adam_equals_torch_and_loads_at_another_size(size: int) -> None:
+    def shard_gradients(state: ExpertState, step: int) -> None:
+        whole = torch.sin(torch.arange(EXPERTS * state.num_parameters, dtype=torch.float64) + step)
+        rank = state.transport.rank
+        state.gradient.copy_(whole.reshape(EXPERTS, -1)[:, state.cuts[rank] : state.cuts[rank + 1]])
+
+    def train(transport: LocalTransport, saved: list[dict[str, Tensor]] | None) -> tuple[Tensor, dict[str, Tensor]]:
+        _, state, _ = make_layer(transport, "static", 7)
+        if saved is not None:
+            state.load_state_dict(saved)
+        for step in range(2) if saved is None else range(2, 4):
+            shard_gradients(state, step)
+            state.step()
+        return state.master.clone(), state.state_dict()
+
+    first = run_local(size, lambda t: train(t, None))
+    saved = [state for _, state in first]
+    for other in (1, 2, 5):
+        master = torch.cat([m for m, _ in run_local(other, lambda t: train(t, saved))], dim=1)
+        torch.testing.assert_close(master, adam_reference(4), rtol=1e-12, atol=1e-12)
+    damaged = [dict(saved[0]), *saved[1:]]
+    del damaged[0]["3/momentum"]
+    with pytest.raises(CollectiveMismatch, match="no momentum of expert 3"):
+        run_local(2, lambda t: train(t, damaged))
+
+
+def test_pushing_weights_fills_any_placement() -> None:
+    def body(transport: LocalTransport) -> None:
+        layer, state, _ = make_layer(transport, "static", 4)
+        model = whole_model()
+        hosts = np.array([[6, 0, -1, 0], [3, 1, 2, 4], [5, 6, 6, -1]], np.int32)
+        state.push_weights(hosts)
+        for slot, expert in enumerate(hosts[transport.rank]):
+            expected = model.w1[expert] if expert >= 0 else torch.zeros_like(model.w1[0])
+            torch.testing.assert_close(layer.w1[slot].detach(), expected.detach(), rtol=0, atol=0)
+
+    run_local(3, body)
+
+
+def test_balance_loss_is_one_at_perfect_balance_and_the_bias_moves_against_the_load() -> None:
+    def body(transport: LocalTransport) -> None:
+        layer, _, _ = make_layer(transport, "static", 7, bias_rate=1e-3)
+        layer.router.gate.weight.data.zero_()
+        _, routing = layer(torch.randn(14, WIDTH, dtype=torch.float64))
+        assert float(routing.balance_loss().detach()) == pytest.approx(1.0)
+        layer.router.rebalance(torch.tensor([9, 1, 1, 1, 1, 1, 0]))
+        assert layer.router.bias.tolist() == pytest.approx([-1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3])
+
+    run_local(1, body)
