@@ -9,6 +9,7 @@ Affine maps would be cheaper and are not used: strides that share factors with n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -106,6 +107,19 @@ def _finalise(h: int) -> int:
     return h ^ h >> 16
 
 
+class Owners(Protocol):
+    """An owner map: every position of [0, N) has one owner and, there, one slot."""
+
+    def split(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Owner (int32 [k]) and slot (int64 [k]) of each id (int64 [k] in [0, num_positions))."""
+
+    def join(self, owner: int, slots: Tensor) -> Tensor:
+        """The ids (int64 [k]) at these slots of one owner: the inverse of `split`."""
+
+    def num_slots(self, owner: int) -> int:
+        """How many positions this owner holds."""
+
+
 @dataclass(frozen=True)
 class HashedOwners:
     """The hashed owner map of `num_positions` positions over `num_owners` owners; equal seeds give equal maps.
@@ -129,7 +143,7 @@ class HashedOwners:
         return np.uint64(self.num_positions), np.uint64(low_bits), *masks, self.keys()
 
     def split(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Owner (int32 [k]) and slot (int64 [k]) of each id (int64 [k] in [0, num_positions))."""
+        """See `Owners`."""
         owners, slots = torch.empty(ids.numel(), dtype=torch.int32), torch.empty(ids.numel(), dtype=torch.int64)
         _owner_slot(
             host_array(ids), np.uint64(self.num_owners), *self._network(), host_array(owners), host_array(slots)
@@ -137,7 +151,7 @@ class HashedOwners:
         return owners, slots
 
     def join(self, owner: int, slots: Tensor) -> Tensor:
-        """The ids (int64 [k]) at these slots of one owner: the inverse of `split`."""
+        """See `Owners`."""
         ids = torch.empty(slots.numel(), dtype=torch.int64)
         _ids_of(host_array(slots), np.uint64(owner), np.uint64(self.num_owners), *self._network(), host_array(ids))
         return ids
@@ -159,15 +173,15 @@ class RangeOwners:
         return torch.tensor(cuts, dtype=torch.int64)
 
     def split(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Owner (int32 [k]) and slot (int64 [k]) of each id (int64 [k] in [0, num_positions))."""
+        """See `Owners`."""
         starts = self._starts()
         owners = torch.searchsorted(starts[1:], ids, right=True)
         return owners.to(torch.int32), ids - starts[owners]
 
     def join(self, owner: int, slots: Tensor) -> Tensor:
-        """The ids (int64 [k]) at these slots of one owner: the inverse of `split`."""
+        """See `Owners`."""
         return slots + self.num_positions * owner // self.num_owners
 
     def num_slots(self, owner: int) -> int:
-        """How many positions this owner holds."""
+        """See `Owners`."""
         return self.num_positions * (owner + 1) // self.num_owners - self.num_positions * owner // self.num_owners

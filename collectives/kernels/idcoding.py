@@ -133,6 +133,13 @@ def decode_ids(coded: Tensor, num_ids: int, num_positions: int) -> Tensor:
     return ids
 
 
+def check_ids(ids: Tensor, num_positions: int) -> Tensor:
+    """Received ids (any order) as int64, or WireFormatError where one lies outside [0, num_positions)."""
+    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < num_positions):
+        raise WireFormatError(f"received ids span {int(ids.min())} to {int(ids.max())}, outside [0, {num_positions})")
+    return ids.to(torch.int64)
+
+
 def is_sorted_set(ids: Tensor, num_positions: int) -> bool:
     """Whether ids are strictly increasing and lie in [0, num_positions)."""
     if not ids.numel():

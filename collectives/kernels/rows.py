@@ -62,6 +62,20 @@ def gather_rows(source: Tensor, rows: Tensor, out: Tensor, first_column: int = 0
 
 
 @njit(nogil=True, cache=True)
+def _scatter_rows(out: Array, positions: Array, values: Array) -> None:
+    for i in range(positions.shape[0]):
+        src, dst = values[i], out[positions[i]]
+        for j in range(src.shape[0]):
+            dst[j] = src[j]
+
+
+def scatter_rows(out: Tensor, positions: Tensor, values: Tensor) -> None:
+    """out[positions[i]] = values[i] for values [k, W] and out [K, W] of one dtype; positions are unique."""
+    if values.numel():
+        _scatter_rows(bit_array(out), host_array(positions), bit_array(values))
+
+
+@njit(nogil=True, cache=True)
 def _scatter_add_rows(total: Array, positions: Array, values: Array, first: int, fresh: Array) -> None:
     width = total.shape[1]
     for i in range(positions.shape[0]):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collectives.kernels.idcoding import coded_bytes, decode_ids, encode_ids, index_dtype
+from collectives.kernels.idcoding import check_ids, coded_bytes, decode_ids, encode_ids, index_dtype
 from collectives.kernels.idsets import union_ids
 from collectives.kernels.rows import as_rows
 from collectives.sparse.merging import RankOrderSum
@@ -131,7 +131,7 @@ class AllGatherSparse:
                 push.send(peer, rows.values)
             arrivals = push.arrivals()
             lists = [
-                rows.ids if w == rank else next(arrivals).data.view(plain).to(torch.int64)
+                rows.ids if w == rank else check_ids(next(arrivals).data.view(plain), rows.num_rows)
                 for w in range(transport.size)
             ]
             with work.timed("union"):

@@ -35,7 +35,9 @@ class SparseRows:
 class Scheme(Protocol):
     """One way to reduce sparse rows over all ranks (column split, balanced parallelism, AGsparse, ...)."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name under which policies, plans and benchmarks know it."""
 
     def all_reduce(self, rows: SparseRows, transport: Transport, op: Op, sizes: np.ndarray | None = None) -> SparseRows:
         """Return the reduced rows: sorted unique ids, the same bytes on every rank, summed in rank order.

@@ -43,6 +43,11 @@ class Workspace:
             found = _workspaces[transport] = Workspace(transport.device)
         return found
 
+    @staticmethod
+    def share(child: Transport, parent: Transport) -> None:
+        """Let a short-lived view of a transport use the workspace of the transport itself."""
+        _workspaces[child] = Workspace.of(parent)
+
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised contiguous memory of this shape, reused by name."""
         num_bytes = prod(shape) * dtype.itemsize
