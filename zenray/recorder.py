@@ -34,6 +34,9 @@ HEARTBEAT_S = 5.0
 STALE_S = 12 * HEARTBEAT_S
 """A RUNNING run of another host counts as lost when its heartbeat is older than this."""
 
+STOP_FLUSH_S = 1.5
+"""After SIGTERM the endings may take this long to arrive; `ray job stop` kills after 3 s."""
+
 STOP_EXIT_CODES = frozenset({int(signal.SIGTERM), 128 + signal.SIGTERM, 128 + signal.SIGINT})
 """Exit codes that mean "stopped from outside" (Ray's own SIGTERM handler leaves with the bare signal number)."""
 
@@ -178,7 +181,8 @@ class Recorder:
         self.stopped = False
         self._warned: set[str] = set()
         self._lost_records = 0
-        self._open: dict[str, None] = {}
+        self._open: dict[str, str] = {}
+        """Runs that have not ended: name by key."""
         self._closing = threading.Event()
         self._wake = threading.Condition()
         self.store = Store(uri or default_uri(), project)
@@ -264,7 +268,7 @@ class Recorder:
         run = RunRecord(self, uuid.uuid4().hex, name)
         identity = {"zenray.key": run.key, "zenray.owner": owner_of_this_process(), "zenray.heartbeat": str(now_ms())}
         self._append({"op": "run", "run": run.key, "parent": parent, "name": name, "time": now_ms(), "tags": identity})
-        self._open[run.key] = None
+        self._open[run.key] = name
         run.params(params)
         run.tags(tags)
         error: BaseException | None = None
@@ -274,11 +278,17 @@ class Recorder:
             error = caught
             raise
         finally:
-            status = ending(error, self.stopped)
-            if status != "FINISHED":
-                run.tags({"zenray.ending": f"{type(error).__name__}: {error}"[:500]})
-            self._open.pop(run.key, None)
-            self._append({"op": "end", "run": run.key, "time": now_ms(), "status": status})
+            reason = "" if error is None else redact_text(f"{type(error).__name__}: {error}")
+            self._end(run.key, ending(error, self.stopped), reason)
+
+    def _end(self, key: str, status: str, reason: str) -> None:
+        """Append the ending of a run, once."""
+        if self._open.pop(key, "ended") == "ended":
+            return
+        if status != "FINISHED":
+            tags = {"zenray.ending": reason[:LONG_VALUE]}
+            self._append({"op": "tags", "run": key, "time": now_ms(), "values": tags})
+        self._append({"op": "end", "run": key, "time": now_ms(), "status": status})
 
     def _append(self, record: dict[str, Any]) -> None:
         try:
@@ -302,9 +312,13 @@ class Recorder:
             return
 
         def stop(signum: int, frame: FrameType | None) -> None:
-            first, self.stopped = not self.stopped, True
-            if first:
-                raise SystemExit(128 + signum)
+            if self.stopped:
+                return
+            self.stopped = True
+            for key in list(self._open):  # now, since the caller's own clean-up may outlast the grace before SIGKILL
+                self._end(key, "KILLED", "SIGTERM")
+            self.flush(STOP_FLUSH_S)
+            raise SystemExit(128 + signum)
 
         previous = signal.signal(signal.SIGTERM, stop)
         try:

@@ -39,7 +39,7 @@ class Spool:
         except BlockingIOError:
             os.close(self._file)
             raise SpoolBusy(f"the spool {path} belongs to a process that is still running") from None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may append while the same thread is appending
         self._offset = 0
         self._cut_torn_line()
 

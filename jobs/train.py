@@ -1,0 +1,260 @@
+"""`python -m jobs.train --config jobs/configs/demo.yaml key=value ...`: train a model, with zenray and with stock DDP.
+
+Both variants train in the same workers, block by block. At the end: how much faster, how many bytes fewer, which scheme
+each tensor took, that replicas and loss curves agree, and the command that opens the record.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from actors.group import WorkerGroup
+from actors.state import digest_of
+from actors.worker import Report
+from collectives.policy import SyncPolicy
+from jobs.job import Run, run_job
+from jobs.train_cluster import TrainCluster, train_cluster
+from jobs.train_config import TrainConfig
+from jobs.workloads.click_log import ClickLog
+from jobs.workloads.stdlib_lm import StdlibLm
+from zenray.comparison import Block, TensorChoice, TrainingLog, call_table, choices
+from zenray.engine import CheckpointPlan, TrainPlan, Variant, Workload, train_rank
+from zenray.plots import plot_bytes, plot_losses
+from zenray.recorder import Recorder, RunRecord
+
+SUBJECT, BASELINE = "zenray", "ddp_dense"
+
+
+def workload_of(config: TrainConfig) -> Workload:
+    """The workload that the configuration names."""
+    if config.workload == "click_log":
+        return ClickLog(config.click_log, config.batch, config.seed)
+    return StdlibLm(config.stdlib_lm, config.batch, config.seed)
+
+
+def plan_of(config: TrainConfig, out: Path) -> TrainPlan:
+    """What every rank trains."""
+    variants = [Variant(SUBJECT, sparse=True, policy=SyncPolicy.of(config.policy))]
+    if config.baseline:
+        variants.append(Variant(BASELINE, sparse=False, policy=None))
+    settings = config.checkpoint
+    folder = Path(settings.folder).resolve() if settings.folder else out.resolve() / "checkpoints"
+    trained = config.model_dump(mode="json", exclude={"checkpoint", "tracking", "timeout_s", "steps"})
+    return TrainPlan(
+        variants=tuple(variants),
+        steps=config.steps,
+        warmup_steps=min(config.warmup_steps, config.steps - 1),
+        block_steps=config.block_steps,
+        optimizer=config.optimizer,
+        lr=config.lr,
+        config_sha256=digest_of(trained),
+        checkpoint=CheckpointPlan(folder, settings.every_steps, settings.keep, settings.resume),
+    )
+
+
+def train(config: TrainConfig, run: Run) -> dict[str, Any]:
+    """The job: cluster, record, training, tables."""
+    workload, plan = workload_of(config), plan_of(config, run.out)
+    with (
+        train_cluster(config, run.say) as cluster,
+        Recorder(config.tracking.project, config.tracking.uri, run.out.parent / ".spool", run.say) as recorder,
+        recorder.job(
+            f"train {config.workload}",
+            config=config.model_dump(mode="json"),
+            params=short_params(config) | {"link": cluster.link},
+            tags={"zenray.job": run.name, "out": run.out.resolve()},
+        ) as record,
+    ):
+        record.document("plan.json", asdict(plan) | {"facts": dict(workload.facts())})
+        log, results = run_group(config, plan, workload, cluster, record, run)
+        metrics = conclude(config, log, results, record, run)
+        recorder.flush(timeout_s=30.0)
+        run.say(f"browse the record: {recorder.ui_command()}")
+    return metrics | {"cluster": cluster.text}
+
+
+def short_params(config: TrainConfig) -> dict[str, Any]:
+    """The inputs by which runs are sorted and filtered; the whole configuration is an artifact."""
+    names = ("workload", "ranks", "steps", "batch", "optimizer", "lr", "seed", "policy")
+    return {name: getattr(config, name) for name in names}
+
+
+def run_group(
+    config: TrainConfig, plan: TrainPlan, workload: Workload, cluster: TrainCluster, record: RunRecord, run: Run
+) -> tuple[TrainingLog, list[dict[str, Any]]]:
+    """Train on all ranks while reports become progress, rows and MLflow metrics; returns the results by rank."""
+    log = TrainingLog([variant.name for variant in plan.variants])
+    with ExitStack() as stack:
+        children = {
+            variant.name: stack.enter_context(
+                record.child(variant.name, {"variant": variant.name, "sparse": variant.sparse})
+            )
+            for variant in plan.variants
+        }
+        group = stack.enter_context(
+            WorkerGroup(
+                config.ranks,
+                resources_per_worker=cluster.resources_per_worker,
+                strategy=cluster.strategy,
+                start_timeout_s=120.0,
+            )
+        )
+        run.say(f"{config.ranks} workers joined; training {', '.join(log.variants)} on {config.workload}")
+        progress = stack.enter_context(progress_of(run, plan))
+
+        def on_report(report: Report) -> None:
+            num_events = len(log.events)
+            block = log.take(report.rank, report.metrics)
+            for event in log.events[num_events:]:
+                run.say(f"event: {event}")
+                record.tags({f"event.{num_events}": event})
+            if block is not None:
+                record_block(children[block.variant], block)
+                progress(block)
+
+        results = group.run(partial(train_rank, plan, workload), timeout_s=config.timeout_s, on_report=on_report)
+        for name, child in children.items():
+            child.metrics(
+                {"steps_per_s": log.steps_per_s(name), "held_out_loss": results[0][name]["held_out_loss"]}, plan.steps
+            )
+            child.metrics({f"bytes/{phase}": count for phase, count in log.bytes_by_phase(name).items()}, plan.steps)
+            child.tags({"parameters_sha256": results[0][name]["parameters_sha256"]})
+    return log, results
+
+
+def record_block(child: RunRecord, block: Block) -> None:
+    """Loss and seconds at every step, speed at the end of the block."""
+    for index, (loss, seconds) in enumerate(zip(block.losses, block.step_s, strict=True)):
+        child.metrics({"loss": loss, "step_s": seconds}, block.first_step + index)
+    child.metrics({"block_steps_per_s": block.steps_per_s}, block.first_step + len(block.losses) - 1)
+
+
+@contextmanager
+def progress_of(run: Run, plan: TrainPlan) -> Iterator[Any]:
+    """A function that shows a block: bars on a terminal, a line a block otherwise."""
+    if not run.console.is_terminal:
+        yield lambda block: run.say(block_line(block))
+        return
+    columns = (
+        TextColumn("{task.description:>10}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[facts]}"),
+    )
+    with Progress(*columns, TimeRemainingColumn(), console=run.console, transient=False) as bars:
+        tasks = {v.name: bars.add_task(v.name, total=plan.steps, facts="") for v in plan.variants}
+
+        def show(block: Block) -> None:
+            facts = f"loss {block.losses[-1]:.3f}  {block.steps_per_s:.2f} steps/s"
+            done = block.first_step + len(block.losses)
+            bars.update(tasks[block.variant], completed=done, facts=facts)
+
+        yield show
+
+
+def block_line(block: Block) -> str:
+    """One block as one line."""
+    last = block.first_step + len(block.losses)
+    note = " (warm-up)" if block.warmup else ""
+    return f"{block.variant:>10} step {last:>5}  loss {block.losses[-1]:.4f}  {block.steps_per_s:6.2f} steps/s{note}"
+
+
+def conclude(
+    config: TrainConfig, log: TrainingLog, results: list[dict[str, Any]], record: RunRecord, run: Run
+) -> dict[str, Any]:
+    """Files, plots, the parent's metrics and the closing tables; returns the metrics of result.json."""
+    mine = results[0]
+    pq.write_table(log.step_table(), run.out / "steps.parquet")
+    pq.write_table(call_table({name: mine[name]["records"] for name in log.variants}), run.out / "calls.parquet")
+    plot_losses(log, run.out / "loss.png")
+    plot_bytes(log, run.out / "bytes.png")
+    schemes = choices(mine[SUBJECT]["records"])
+    record.document("schemes.json", [asdict(choice) for choice in schemes])
+    for name in ("steps.parquet", "calls.parquet", "loss.png", "bytes.png"):
+        record.file(run.out / name)
+    variants = {name: variant_figures(log, name, mine[name]) for name in log.variants}
+    metrics: dict[str, Any] = {"variants": variants, "schemes": [asdict(choice) for choice in schemes]}
+    if config.baseline:
+        comparison = log.compare(SUBJECT, BASELINE)
+        run.baseline.update(variants[BASELINE])
+        metrics["comparison"] = asdict(comparison)
+        wire = {} if comparison.wire_ratio is None else {"wire_ratio": comparison.wire_ratio}
+        record.metrics(
+            {
+                "speedup": comparison.speedup,
+                "bytes_ratio": comparison.bytes_ratio,
+                "loss_gap": comparison.loss_gap,
+                **wire,
+            }
+        )
+    show_schemes(schemes, run)
+    show_variants(variants, metrics.get("comparison"), run)
+    return metrics
+
+
+def variant_figures(log: TrainingLog, name: str, result: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of one variant."""
+    losses = log.losses(name)
+    return {
+        "steps_per_s": log.steps_per_s(name),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "held_out_loss": result["held_out_loss"],
+        "sent_bytes_per_step": sum(log.bytes_by_phase(name).values()),
+        "sent_bytes_per_step_by_phase": log.bytes_by_phase(name),
+        "wire_bytes_per_step": log.wire_bytes(name),
+        "num_parameters": result["num_parameters"],
+        "parameters_sha256": result["parameters_sha256"],
+    }
+
+
+def show_schemes(schemes: list[TensorChoice], run: Run) -> None:
+    """Which scheme each tensor took, and how good the prediction was."""
+    rows = [
+        (c.tensor, c.scheme, c.predicted_bytes, c.observed_bytes, c.predicted_ms, c.observed_ms, c.reason)
+        for c in schemes
+    ]
+    columns = ("tensor", "scheme", "bytes predicted", "observed", "ms predicted", "observed", "why")
+    run.table("How each gradient travelled (payload of the busiest rank, medians per step)", columns, rows)
+
+
+def show_variants(variants: Mapping[str, Mapping[str, Any]], comparison: Mapping[str, Any] | None, run: Run) -> None:
+    """The closing table."""
+    rows = [
+        (
+            name,
+            f["steps_per_s"],
+            f["sent_bytes_per_step"] / 1e6,
+            f["last_loss"],
+            f["held_out_loss"],
+            f["parameters_sha256"][:12],
+        )
+        for name, f in variants.items()
+    ]
+    columns = ("variant", "steps/s", "MB sent per step", "last loss", "held-out loss", "replicas identical")
+    run.table("Result", columns, rows)
+    if comparison is not None:
+        run.say(
+            f"{SUBJECT} is {comparison['speedup']:.2f} times as fast as {BASELINE} "
+            f"({comparison['speedup_low']:.2f} to {comparison['speedup_high']:.2f} over {comparison['num_pairs']} pairs of "
+            f"blocks), sends {comparison['bytes_ratio']:.1f} times fewer bytes; largest difference of the loss curves "
+            f"{comparison['loss_gap']:.1e}"
+        )
+
+
+def main() -> int:
+    """Entry point."""
+    return run_job("train", TrainConfig, train)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

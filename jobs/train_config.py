@@ -1,0 +1,81 @@
+"""The keys of `python -m jobs.train`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from jobs.workloads.click_log import ClickLogConfig
+from jobs.workloads.stdlib_lm import StdlibLmConfig
+from zenray.config import Rate, Section
+
+Count = Annotated[int, Field(ge=0)]
+PositiveCount = Annotated[int, Field(ge=1)]
+Policy = Annotated[str, BeforeValidator(lambda value: "off" if value is False else value)]
+"""YAML reads a bare `off` as false."""
+Link = Annotated[Rate | None, BeforeValidator(lambda value: None if value in ("none", "off", False) else value)]
+
+
+class CheckpointConfig(Section):
+    """Checkpoints on disk, in a folder that all nodes see."""
+
+    folder: str | None = None
+    """Where they lie; none: `checkpoints` in the output folder of the job."""
+    every_steps: Count = 0
+    """Write one at the end of the block that reaches a multiple of this, and at the end; 0 writes none."""
+    keep: PositiveCount = 2
+    """Complete steps that remain."""
+    resume: bool = False
+    """Go on from the last complete step in `folder` (set it); the configuration must be the same."""
+
+
+class TrackingConfig(Section):
+    """Where the run is recorded."""
+
+    uri: str | None = None
+    """MLflow's address; none: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db in the current directory."""
+    project: str = "zenray"
+    """Name of the MLflow experiment."""
+
+
+class TrainConfig(Section):
+    """One training job: a workload, how its gradients travel, and what it is compared with."""
+
+    workload: Literal["stdlib_lm", "click_log"] = "stdlib_lm"
+    """The model and its data; its own section below sets the size."""
+    stdlib_lm: StdlibLmConfig = StdlibLmConfig()
+    """Language model on the sources of Python's standard library."""
+    click_log: ClickLogConfig = ClickLogConfig()
+    """Click prediction over categorical fields."""
+    ranks: PositiveCount = 2
+    """Workers, one CPU each (one GPU each where the cluster has that many)."""
+    steps: PositiveCount = 60
+    """Steps each variant trains, warm-up included."""
+    warmup_steps: Count = 10
+    """First steps, trained and recorded but left out of the speed figures."""
+    block_steps: PositiveCount = 10
+    """Steps of one variant before it is the other's turn; shorter blocks share disturbances more evenly."""
+    batch: PositiveCount = 512
+    """Examples (text positions, click records) per rank and step."""
+    optimizer: Literal["sgd", "adagrad"] = "adagrad"
+    """Both leave untouched rows as they are, so sparse and dense gradients train alike."""
+    lr: Annotated[float, Field(gt=0)] = 0.1
+    """Learning rate."""
+    seed: Count = 0
+    """Of weights, data order and negatives."""
+    policy: Policy = "auto"
+    """How sparse gradients travel: auto, off, or the name of one scheme."""
+    link: Link = None
+    """Rate of each node's link, such as 1gbit: one Ray node per rank, each in a network namespace of its own behind a
+    shaped link. Needs root, ip and tc. None: the cluster of RAY_ADDRESS, or a new one on this machine."""
+    link_required: bool = True
+    """Whether a link that cannot be built ends the job; if not, it runs without one and says so."""
+    baseline: bool = True
+    """Train the same model with dense gradients under stock DDP as well, interleaved, and compare."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints on disk."""
+    tracking: TrackingConfig = TrackingConfig()
+    """MLflow."""
+    timeout_s: Annotated[float, Field(gt=0)] = 900.0
+    """Limit of the training itself; single waits inside a collective are limited by the worker group."""

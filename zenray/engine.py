@@ -1,0 +1,312 @@
+"""The training engine: what each rank of a `WorkerGroup` runs, and nothing about the driver.
+
+Several variants of one workload (stock DDP, zenray) train in the same processes, a block of steps of one, then a block
+of the other, so that a noisy machine disturbs them alike. What always holds: both start from the same weights and see
+the same batches; a batch is a pure function of (seed, rank, step); timed blocks begin and end with a barrier.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from actors.state import (
+    CheckpointError,
+    CheckpointFolder,
+    DataPosition,
+    ModelState,
+    OptimizerState,
+    RandomState,
+    Stamp,
+    State,
+    StateProvider,
+    digest_of,
+)
+from actors.worker import WorkerContext
+from collectives.ddp import SyncHook, hook_of
+from collectives.errors import CollectiveMismatch, ConfigError
+from collectives.planner import CallRecord
+from collectives.policy import SyncPolicy
+from collectives.replicas import check_replicas, digest
+from collectives.transport import all_gather_records
+from zenray.train import prepare_model
+
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+}
+"""Without weight decay a row that was not touched does not change, so sparse and dense gradients train alike."""
+
+
+class Workload(Protocol):
+    """A model and its data. Sent to every rank by pickling; equal on all of them."""
+
+    def facts(self) -> Mapping[str, object]:
+        """What results depend on beyond the configuration; must be equal on all ranks."""
+
+    def model(self, sparse: bool) -> nn.Module:
+        """A module whose call with a batch returns the loss; the same initial weights for every call and rank."""
+
+    def batch(self, step: int, rank: int) -> tuple[Tensor, ...]:
+        """The arguments of the model: a pure function."""
+
+    def evaluate(self, model: nn.Module) -> float:
+        """Loss on held-out data."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train. policy None is stock DDP, nothing of ours; sparse is the layout of the embedding gradients."""
+
+    name: str
+    sparse: bool
+    policy: SyncPolicy | None
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """Where to write checkpoints and how often. every_steps 0: never. resume: go on from the last complete one."""
+
+    folder: Path
+    every_steps: int
+    keep: int
+    resume: bool
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """One training run. Steps count per variant; the first `warmup_steps` are trained but not timed."""
+
+    variants: tuple[Variant, ...]
+    steps: int
+    warmup_steps: int
+    block_steps: int
+    optimizer: str
+    lr: float
+    config_sha256: str
+    checkpoint: CheckpointPlan | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"unknown optimizer '{self.optimizer}'; choose one of {', '.join(OPTIMIZERS)}")
+        if not 0 <= self.warmup_steps < self.steps or self.block_steps < 1:
+            raise ConfigError(
+                f"steps = {self.steps}, warmup_steps = {self.warmup_steps}, block_steps = {self.block_steps}: at least "
+                f"one step must remain after the warm-up, and a block holds at least one"
+            )
+
+    def blocks(self, done_steps: int) -> list[range]:
+        """The steps that remain, cut into blocks; the warm-up is the first."""
+        cuts = [0, *range(self.warmup_steps, self.steps, self.block_steps), self.steps]
+        blocks = [range(max(a, done_steps), b) for a, b in pairwise(cuts)]
+        return [block for block in blocks if len(block)]
+
+
+@dataclass(frozen=True)
+class HookState:
+    """What the synchroniser has learnt: its choices after a restart are those it would have made."""
+
+    hook: SyncHook
+    name: str
+
+    def state_dict(self) -> State:
+        return self.hook.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        self.hook.load_state_dict(state)
+
+
+@dataclass
+class Trainer:
+    """One variant on one rank."""
+
+    variant: Variant
+    workload: Workload
+    context: WorkerContext
+    ddp: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    position: DataPosition
+    num_records_seen: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @classmethod
+    def create(cls, variant: Variant, workload: Workload, plan: TrainPlan, context: WorkerContext) -> Trainer:
+        """Build the model and let stock DDP or zenray synchronise it; a collective call."""
+        module = workload.model(variant.sparse).to(context.device)
+        if variant.policy is None:
+            ddp = DistributedDataParallel(module)
+        else:
+            ddp = prepare_model(module, variant.policy)
+        optimizer = OPTIMIZERS[plan.optimizer](module.parameters(), lr=plan.lr)
+        return cls(variant, workload, context, ddp, optimizer, DataPosition(name=f"{variant.name}.data"))
+
+    def providers(self) -> list[StateProvider]:
+        """Everything this variant needs to go on bit-identically."""
+        name, module = self.variant.name, self.ddp.module
+        providers: list[StateProvider] = [
+            ModelState(module, f"{name}.model"),
+            OptimizerState(self.optimizer, module, f"{name}.optimizer"),
+            self.position,
+        ]
+        if (hook := hook_of(self.ddp)) is not None:
+            providers.append(HookState(hook, f"{name}.synchroniser"))
+        return providers
+
+    def step(self) -> None:
+        """One step: batch, loss, gradients, update. The loss is this rank's own."""
+        started = time.perf_counter()
+        batch = self.workload.batch(self.position.consumed, self.context.rank)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.ddp(*(item.to(self.context.device) for item in batch))
+        loss.backward()
+        self.optimizer.step()
+        self.position.consumed += 1
+        self.losses.append(loss.detach())
+        self.seconds.append(time.perf_counter() - started)
+
+    def block(self, steps: range) -> dict[str, Any]:
+        """Train `steps`; returns the block's record: losses averaged over ranks, seconds of the slowest rank."""
+        self.losses, self.seconds = [], []
+        phases, wire = self._sent_by_phase(), interface_tx_bytes()
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in steps:
+            self.step()
+        dist.barrier()
+        block_s = time.perf_counter() - started
+        wire_now = interface_tx_bytes()
+        losses = torch.stack(self.losses).double().cpu() / self.context.size
+        seconds = torch.tensor([*self.seconds, block_s], dtype=torch.float64)
+        dist.all_reduce(losses)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return {
+            "kind": "block",
+            "variant": self.variant.name,
+            "first_step": steps.start,
+            "losses": losses.tolist(),
+            "step_s": seconds[:-1].tolist(),
+            "block_s": float(seconds[-1]),
+            "sent_bytes": {k: n - phases.get(k, 0) for k, n in self._sent_by_phase().items()},
+            "wire_bytes": None if wire is None or wire_now is None else wire_now - wire,
+        }
+
+    def _sent_by_phase(self) -> dict[str, int]:
+        """Payload bytes this rank has sent so far. Stock DDP does not count: a ring sends 2(n-1)/n of its buffers."""
+        hook, size = hook_of(self.ddp), self.context.size
+        if hook is not None:
+            traffic = hook.transport.traffic
+            return {phase: traffic.sent_bytes(phase) for phase in list(traffic.sent)}
+        gradient_bytes = sum(p.numel() * p.element_size() for p in self.ddp.module.parameters() if p.requires_grad)
+        return {"dense all-reduce": 2 * (size - 1) * gradient_bytes // size * self.position.consumed}
+
+    def finish(self) -> dict[str, Any]:
+        """Prove that all replicas are equal, evaluate, and hand over what the planner recorded; a collective call."""
+        module = self.ddp.module
+        parameters = dict(module.named_parameters())
+        check_replicas(parameters, self.context.transport)
+        hook = hook_of(self.ddp)
+        records: list[CallRecord] = hook.records() if hook is not None else []
+        return {
+            "held_out_loss": self.workload.evaluate(module) if self.context.rank == 0 else None,
+            "parameters_sha256": digest_of({name: digest(p) for name, p in parameters.items()}),
+            "num_parameters": sum(p.numel() for p in parameters.values()),
+            "records": records,
+        }
+
+
+def interface_tx_bytes() -> int | None:
+    """Bytes that left this node's interface, or None where ranks share it (loopback)."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if name == "lo":
+        return None
+    try:
+        return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
+    except OSError:
+        return None
+
+
+def train_rank(plan: TrainPlan, workload: Workload, context: WorkerContext) -> dict[str, Any]:
+    """Train all variants on this rank; returns, by variant, what `Trainer.finish` gives.
+
+    Reports: one "block" record a block and variant from rank 0, one "traffic" record from every rank, and "event"
+    records. Raises what the collectives raise; then the group is unusable.
+    """
+    check_equal_facts(workload, context)
+    trainers = [Trainer.create(variant, workload, plan, context) for variant in plan.variants]
+    checkpoints = _Checkpoints(plan, trainers, context)
+    for number, steps in enumerate(plan.blocks(checkpoints.resume())):
+        for trainer in trainers if number % 2 == 0 else reversed(trainers):
+            record = trainer.block(steps)
+            record["warmup"] = steps.start < plan.warmup_steps
+            traffic = {key: record[key] for key in ("variant", "first_step", "sent_bytes", "wire_bytes", "warmup")}
+            context.report(traffic | {"kind": "traffic", "num_steps": len(steps)})
+            if context.rank == 0:
+                context.report(record)
+        checkpoints.save_if_due(steps)
+    return {trainer.variant.name: trainer.finish() for trainer in trainers}
+
+
+def check_equal_facts(workload: Workload, context: WorkerContext) -> None:
+    """Compare the workload's facts over all ranks: other Python sources on one host would be another data set."""
+    facts = dict(workload.facts())
+    table = all_gather_records(context.transport, "metadata", [int(digest_of(facts)[:15], 16)])[:, 0]
+    odd = [rank for rank, value in enumerate(table.tolist()) if value != table[0]]
+    if odd:
+        raise CollectiveMismatch(
+            f"rank {context.rank}: the data of rank(s) {odd} differ from those of rank 0. Here: {facts}. Use the same "
+            f"Python and the same files on every node."
+        )
+
+
+class _Checkpoints:
+    """Disk checkpoints of all variants of one rank; a full disk turns them off, on all ranks, with an event."""
+
+    def __init__(self, plan: TrainPlan, trainers: Sequence[Trainer], context: WorkerContext):
+        self.plan, self.context, self.trainers = plan, context, trainers
+        self.providers: list[StateProvider] = [p for trainer in trainers for p in trainer.providers()]
+        self.providers.append(RandomState({}))
+        settings = plan.checkpoint
+        self.folder: CheckpointFolder | None = None
+        if settings is not None and (settings.every_steps or settings.resume):
+            self.folder = CheckpointFolder(settings.folder, context.rank, context.size, settings.keep)
+
+    def resume(self) -> int:
+        """Load the last step that is complete for all ranks, if asked to; returns how many steps are done."""
+        if self.folder is None or self.plan.checkpoint is None or not self.plan.checkpoint.resume:
+            return 0
+        found = all_gather_records(self.context.transport, "metadata", [self.folder.latest() or 0])
+        step = int(found.min())
+        if step:
+            self.folder.load(step, self.providers, self.plan.config_sha256)
+        if self.context.rank == 0:
+            self.context.report({"kind": "event", "text": f"resumed at step {step}" if step else "nothing to resume"})
+        return step
+
+    def save_if_due(self, steps: range) -> None:
+        """Write a checkpoint if a multiple of `every_steps` lies in the block, or the run is over."""
+        every = self.plan.checkpoint.every_steps if self.plan.checkpoint else 0
+        if self.folder is None or not every:
+            return
+        if steps.stop // every == steps.start // every and steps.stop != self.plan.steps:
+            return
+        context = self.context
+        stamp = Stamp(context.run_id, steps.stop, context.epoch, context.rank, context.size, self.plan.config_sha256)
+        failed = 0
+        try:
+            self.folder.save(stamp, self.providers)
+        except CheckpointError as error:
+            failed = 1
+            context.report({"kind": "event", "text": f"checkpoints are off from here on: {error}"})
+        if all_gather_records(context.transport, "metadata", [failed]).any():
+            self.folder = None
