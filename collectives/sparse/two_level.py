@@ -127,8 +127,7 @@ class TwoLevel:
             table = tables.setdefault(phase, np.zeros((size, size), np.int64))
             table[sender, receiver] += num_bytes
 
-        lists = [as_rows(one) for one in ids]
-        held = [union_ids(lists[node : node + per_node], num_rows)[0] for node in range(0, size, per_node)]
+        held = [as_rows(one) for one in node_unions(ids, num_rows, self.node_size)]
         union = union_ids(held, num_rows)[0]
         for local, shard in enumerate(shards(num_rows, width, per_node)):
             span, columns = shard.last_row - shard.first_row, shard.last_column - shard.first_column
@@ -149,6 +148,13 @@ class TwoLevel:
                         add(METADATA, me, peer, 8)
                         add(NODE_PULL, me, peer, 8 * count)
         return tables
+
+
+def node_unions(ids: Sequence[np.ndarray], num_rows: int, node_size: int) -> list[np.ndarray]:
+    """Rows touched in each node: the index sets between which the sparse scheme runs."""
+    lists = [as_rows(one) for one in ids]
+    per_node = gcd(node_size, len(ids))
+    return [union_ids(lists[w : w + per_node], num_rows)[0].numpy() for w in range(0, len(ids), per_node)]
 
 
 def _between_nodes(width: int, per_node: int) -> Scheme:
