@@ -22,7 +22,7 @@ from actors.state import digest_of
 from actors.worker import Report
 from collectives.policy import SyncPolicy
 from jobs.job import Run, run_job
-from jobs.train_cluster import TrainCluster, train_cluster
+from jobs.train_cluster import TrainCluster, shapes_links, train_behind_links, train_cluster
 from jobs.train_config import TrainConfig
 from jobs.workloads.click_log import ClickLog
 from jobs.workloads.stdlib_lm import StdlibLm
@@ -63,23 +63,26 @@ def plan_of(config: TrainConfig, out: Path) -> TrainPlan:
 
 def train(config: TrainConfig, run: Run) -> dict[str, Any]:
     """The job: cluster, record, training, tables."""
+    if shapes_links(config, run.say):
+        return train_behind_links(config, run)
     workload, plan = workload_of(config), plan_of(config, run.out)
     with (
-        train_cluster(config, run.say) as cluster,
+        train_cluster(config) as cluster,
         Recorder(config.tracking.project, config.tracking.uri, run.out.parent / ".spool", run.say) as recorder,
         recorder.job(
             f"train {config.workload}",
             config=config.model_dump(mode="json"),
-            params=short_params(config) | {"link": cluster.link},
+            params=short_params(config) | {"link_bits_per_s": config.link if cluster.links else "none"},
             tags={"zenray.job": run.name, "out": run.out.resolve()},
         ) as record,
     ):
-        record.document("plan.json", asdict(plan) | {"facts": dict(workload.facts())})
+        run.say(cluster.description)
+        record.document("plan.json", asdict(plan) | {"facts": dict(workload.facts()), "cluster": asdict(cluster)})
         log, results = run_group(config, plan, workload, cluster, record, run)
         metrics = conclude(config, log, results, record, run)
         recorder.flush(timeout_s=30.0)
         run.say(f"browse the record: {recorder.ui_command()}")
-    return metrics | {"cluster": cluster.text}
+    return metrics | {"cluster": asdict(cluster), "all_reduce_probe": log.probe}
 
 
 def short_params(config: TrainConfig) -> dict[str, Any]:
@@ -220,11 +223,17 @@ def variant_figures(log: TrainingLog, name: str, result: Mapping[str, Any]) -> d
 def show_schemes(schemes: list[TensorChoice], run: Run) -> None:
     """Which scheme each tensor took, and how good the prediction was."""
     rows = [
-        (c.tensor, c.scheme, c.predicted_bytes, c.observed_bytes, c.predicted_ms, c.observed_ms, c.reason)
+        (
+            c.tensor,
+            c.scheme,
+            f"{c.observed_bytes:,} ({c.predicted_bytes:,})",
+            f"{c.observed_ms:.3g} ({c.predicted_ms:.3g})",
+            c.reason,
+        )
         for c in schemes
     ]
-    columns = ("tensor", "scheme", "bytes predicted", "observed", "ms predicted", "observed", "why")
-    run.table("How each gradient travelled (payload of the busiest rank, medians per step)", columns, rows)
+    columns = ("tensor", "scheme", "bytes (predicted)", "ms (predicted)", "why")
+    run.table("How each gradient travelled: payload of the busiest rank, medians per step", columns, rows)
 
 
 def show_variants(variants: Mapping[str, Mapping[str, Any]], comparison: Mapping[str, Any] | None, run: Run) -> None:

@@ -1,32 +1,106 @@
-"""Which Ray cluster a training job runs on: that of RAY_ADDRESS, shaped nodes of its own, or this machine."""
+"""Where a training job runs: the cluster of RAY_ADDRESS, one on this machine, or nodes behind shaped links.
+
+With `link` the job builds one network namespace per rank, a Ray node in each, and runs itself again as the driver
+inside the first namespace; the inner job does the work and the outer one judges the links and cleans up.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import ray
+import yaml
 
+from collectives.errors import ConfigError
+from jobs.cluster import NamespaceCluster, connect
+from jobs.job import Run
+from jobs.links import ShapedBed, self_check, unavailable_reason
 from jobs.train_config import TrainConfig
 from placement.inventory import Strategy
+from zenray.recorder import send_leftovers
+
+LINK_RECORD = "ZENRAY_LINK_RECORD"
+"""Environment variable by which the outer job tells the inner one what its links are, as JSON."""
+
+START_ALLOWANCE_S = 180.0
+"""Added to the time limit of the training for starting nodes, workers and the record."""
 
 
 @dataclass(frozen=True)
 class TrainCluster:
-    """A cluster this driver is connected to. link: as recorded, such as `1gbit` or `none`; text says it in a line."""
+    """A cluster this driver is connected to. links: what the outer job recorded about them, None without shaping."""
 
-    text: str
-    link: str
+    description: str
+    links: dict[str, Any] | None
     resources_per_worker: dict[str, float]
     strategy: Strategy
 
 
+def shapes_links(config: TrainConfig, say: Callable[[str], None]) -> bool:
+    """Whether this process must build links first. Raises ConfigError where it must but cannot."""
+    if config.link is None or LINK_RECORD in os.environ:
+        return False
+    if os.environ.get("RAY_ADDRESS"):
+        raise ConfigError("link builds a cluster of its own, but RAY_ADDRESS names one: unset it, or set link=none")
+    reason = unavailable_reason()
+    if reason is None:
+        return True
+    if config.link_required:
+        raise ConfigError(f"link={config.link:.0f} bit/s cannot be built here: {reason}. Set link=none to run without.")
+    say(f"links cannot be shaped here ({reason}): training over this machine's loopback, where bytes cost little")
+    return False
+
+
+def train_behind_links(config: TrainConfig, run: Run) -> dict[str, Any]:
+    """Run the job again inside shaped links; returns the metrics of the inner job and the verdict on the links."""
+    settings = run.out / "config.yaml"
+    settings.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+    run.say(f"{config.ranks} nodes behind links of {config.link or 0:.0f} bit/s; this takes about 10 s")
+    with ShapedBed(config.ranks, config.link) as bed, NamespaceCluster(bed, config.ranks) as cluster:
+        cluster.env[LINK_RECORD] = json.dumps(bed.record())
+        command = [sys.executable, "-m", "jobs.train", "--config", str(settings), "--out", str(run.out)]
+        code = cluster.drive(command, timeout_s=config.timeout_s + START_ALLOWANCE_S)
+        for line in cluster.retried:
+            run.say(f"event: {line}")
+        send_leftovers(config.tracking.project, config.tracking.uri, run.out.parent / ".spool", run.say)
+        if code:
+            raise SystemExit(code)
+        result = json.loads((run.out / "result.json").read_text())
+        run.baseline.update(result["baseline"])
+        metrics: dict[str, Any] = result["metrics"]
+        probe = metrics["all_reduce_probe"]
+        check = self_check(bed, config.ranks, probe["payload_bytes"], probe["seconds"])
+    run.say(
+        f"links: dense all-reduce of {probe['payload_bytes']:,} bytes in {check.measured_s * 1e3:.0f} ms, "
+        f"{(check.expected_s or 0) * 1e3:.0f} ms expected: {check.verdict} (load {check.load_1min})"
+    )
+    return metrics | {"self_check": asdict(check)}
+
+
 @contextmanager
-def train_cluster(config: TrainConfig, say: Callable[[str], None]) -> Iterator[TrainCluster]:
-    ray.init(num_cpus=max(config.ranks, os.cpu_count() or 1), _node_ip_address="127.0.0.1", include_dashboard=False)
-    try:
-        yield TrainCluster("local", "none", {"CPU": 1.0}, "PACK")
-    finally:
-        ray.shutdown()
+def train_cluster(config: TrainConfig) -> Iterator[TrainCluster]:
+    """Join or start the cluster, and say what a worker takes there."""
+    links: dict[str, Any] | None = json.loads(os.environ.get(LINK_RECORD, "null"))
+    cores = os.cpu_count() or 1
+    with connect(num_cpus=max(config.ranks, cores), num_nodes=config.ranks if links else 1) as cluster:
+        has_gpus = ray.cluster_resources().get("GPU", 0) >= config.ranks  # type: ignore[no-untyped-call]
+        if links:
+            description = (
+                f"{config.ranks} Ray nodes, each behind a link of {links['shaping']['rate_bits_per_s']:.0f} bit/s"
+            )
+        elif os.environ.get("RAY_ADDRESS"):
+            description = f"the Ray cluster at {cluster.address}"
+        else:
+            description = f"a Ray cluster on this machine ({cores} cores), over loopback"
+        yield TrainCluster(
+            description=description,
+            links=links,
+            resources_per_worker={"CPU": 1.0, "GPU": 1.0} if has_gpus else {"CPU": 1.0},
+            strategy="STRICT_SPREAD" if links else "PACK",
+        )

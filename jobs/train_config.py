@@ -60,7 +60,7 @@ class TrainConfig(Section):
     """Examples (text positions, click records) per rank and step."""
     optimizer: Literal["sgd", "adagrad"] = "adagrad"
     """Both leave untouched rows as they are, so sparse and dense gradients train alike."""
-    lr: Annotated[float, Field(gt=0)] = 0.1
+    lr: Annotated[float, Field(gt=0)] = 0.05
     """Learning rate."""
     seed: Count = 0
     """Of weights, data order and negatives."""

@@ -100,6 +100,8 @@ class TrainingLog:
         self.variants = tuple(variants)
         self.blocks: list[Block] = []
         self.events: list[str] = []
+        self.probe: dict[str, float] = {}
+        """The plain all-reduce before training: payload_bytes and seconds."""
         self._elapsed_s = dict.fromkeys(self.variants, 0.0)
         self._steps: dict[str, list[Any]] = {name: [] for name in STEP_SCHEMA.names}
         self._traffic: dict[tuple[str, int], dict[str, int]] = {}
@@ -111,6 +113,8 @@ class TrainingLog:
         match report["kind"]:
             case "event":
                 self.events.append(str(report["text"]))
+            case "probe":
+                self.probe = {"payload_bytes": int(report["payload_bytes"]), "seconds": float(report["seconds"])}
             case "traffic":
                 self._take_traffic(rank, report)
             case "block":

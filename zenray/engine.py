@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,9 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
 }
 """Without weight decay a row that was not touched does not change, so sparse and dense gradients train alike."""
+
+
+PROBE_BYTES = 16 << 20
 
 
 class Workload(Protocol):
@@ -239,10 +243,14 @@ def interface_tx_bytes() -> int | None:
 def train_rank(plan: TrainPlan, workload: Workload, context: WorkerContext) -> dict[str, Any]:
     """Train all variants on this rank; returns, by variant, what `Trainer.finish` gives.
 
-    Reports: one "block" record a block and variant from rank 0, one "traffic" record from every rank, and "event"
-    records. Raises what the collectives raise; then the group is unusable.
+    Reports: one "probe" record, and one "block" record a block and variant, from rank 0; one "traffic" record a block and
+    variant from every rank; "event" records. Raises what the collectives raise; then the group is unusable.
     """
     check_equal_facts(workload, context)
+    if context.rank == 0:
+        context.report({"kind": "probe"} | probe_all_reduce())
+    else:
+        probe_all_reduce()
     trainers = [Trainer.create(variant, workload, plan, context) for variant in plan.variants]
     checkpoints = _Checkpoints(plan, trainers, context)
     for number, steps in enumerate(plan.blocks(checkpoints.resume())):
@@ -255,6 +263,21 @@ def train_rank(plan: TrainPlan, workload: Workload, context: WorkerContext) -> d
                 context.report(record)
         checkpoints.save_if_due(steps)
     return {trainer.variant.name: trainer.finish() for trainer in trainers}
+
+
+def probe_all_reduce() -> dict[str, float]:
+    """Median time of a plain dense all-reduce: what the network itself can do, in the run it vouches for."""
+    buffer = torch.ones(PROBE_BYTES // 4)
+    if dist.get_backend() == "nccl":
+        buffer = buffer.cuda()
+    seconds = []
+    for _ in range(4):
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(buffer)
+        float(buffer[0])  # on a GPU this waits for the result
+        seconds.append(time.perf_counter() - started)
+    return {"payload_bytes": buffer.nbytes, "seconds": median(seconds[1:])}
 
 
 def check_equal_facts(workload: Workload, context: WorkerContext) -> None:

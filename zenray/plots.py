@@ -44,10 +44,12 @@ def plot_bytes(log: TrainingLog, path: Path) -> None:
     """What the busiest rank sends per step: in all, and by phase for the first variant."""
     figure, (total, phases) = _panels()
     sums = [sum(log.bytes_by_phase(variant).values()) / 1e6 for variant in log.variants]
+    total.invert_yaxis()
     bars = total.barh(log.variants, sums, color=COLOURS[: len(sums)])
     total.bar_label(bars, [f" {value:.3g} MB" for value in sums])
     total.set(title="Payload sent per step", xlabel="MB, busiest rank", xlim=(0, 1.25 * max(sums, default=1.0) or 1.0))
     by_phase = sorted(log.bytes_by_phase(log.variants[0]).items(), key=lambda item: item[1])
+    by_phase = [(name, count) for name, count in by_phase if count]
     bars = phases.barh([name for name, _ in by_phase], [count / 1e3 for _, count in by_phase], color=COLOURS[0])
     phases.bar_label(bars, [f" {count / 1e3:.3g} kB" for _, count in by_phase])
     largest = max((count / 1e3 for _, count in by_phase), default=1.0) or 1.0

@@ -26,7 +26,7 @@ import psutil
 from collectives.errors import ZenrayError
 from zenray.redact import redact, redact_text
 from zenray.spool import Spool, orphans
-from zenray.tracking import LONG_VALUE, Store, StoreDown, TrackingError, entity_key, old_file_store
+from zenray.tracking import LONG_VALUE, Rejected, Store, StoreDown, TrackingError, entity_key, old_file_store
 
 HEARTBEAT_S = 5.0
 """A living recorder renews the heartbeat tag of its open runs this often."""
@@ -378,16 +378,33 @@ class Recorder:
 
     def _adopt(self) -> None:
         """Send what dead recorders of the same store left behind, then mark their runs."""
-        for spool in orphans(self.spool_dir):
-            try:
-                head = spool.peek()[:1]
-                if head and head[0][0] == {"op": "open", "uri": self.store.uri, "project": self.store.project}:
-                    while batch := spool.peek():
-                        for num_bytes in self.store.apply(batch, self._rejected):
-                            spool.advance(num_bytes)
-            finally:
-                spool.close()
+        send_orphans(self.store, self.spool_dir, self._rejected)
         try:
             self.store.mark_lost_runs(owner_is_gone)
         except TrackingError as error:
             self._warn_once("lost runs", f"tracking: {error}")
+
+
+def send_orphans(store: Store, spool_dir: Path, rejected: Rejected) -> None:
+    """Send every orphaned spool that was meant for this store and project. Raises StoreDown."""
+    for spool in orphans(spool_dir):
+        try:
+            head = spool.peek()[:1]
+            if head and head[0][0] == {"op": "open", "uri": store.uri, "project": store.project}:
+                while batch := spool.peek():
+                    for num_bytes in store.apply(batch, rejected):
+                        spool.advance(num_bytes)
+        finally:
+            spool.close()
+
+
+def send_leftovers(project: str, uri: str | None, spool_dir: Path, warn: Callable[[str], None]) -> None:
+    """Send what an ended process could not, such as a driver behind links that do not lead to the server."""
+    if not any(spool_dir.glob("*.jsonl")):
+        return
+    store = Store(uri or default_uri(), project)
+    try:
+        store.open()
+        send_orphans(store, spool_dir, lambda record, error: warn(f"tracking: a record was refused: {error}"))
+    except StoreDown as error:
+        warn(f"tracking: {error}; the records stay in {spool_dir}")
