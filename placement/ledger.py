@@ -1,0 +1,403 @@
+"""Which card of which node is free, indexed so that a placement costs nothing per node of the cluster.
+
+Nodes of one GPU type form a pool. Inside a pool they hang in doubly linked lists by their number of free GPUs, which
+is all that placing needs: nodes of one (pool, free) list are interchangeable. The ledger proper is per card: its owner
+and the bytes reserved on it. Kernels work on `Cells`, a tuple of arrays; `Ledger` is the face for people.
+
+What always holds: a card has at most one owner and its reserved bytes never exceed what the card has; a card that an
+outside process fills is not free; `find` changes nothing, `commit` takes all of a placement or is not called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from placement.errors import PlacementError
+from placement.jobs import MAX_GPUS_PER_NODE, NodeSpec
+
+NOBODY = -1
+DETACHED = -2
+
+
+class Cells(NamedTuple):
+    """N nodes, P pools, W cards on the widest node, S job slots, E placement entries. All integers int32 unless said."""
+
+    pool: np.ndarray
+    """[N] pool of a node."""
+    width: np.ndarray
+    """[P] cards on the widest node of a pool."""
+    free: np.ndarray
+    """[N] bit mask of cards that may be given away."""
+    num_free: np.ndarray
+    """[N] bits in `free`."""
+    count: np.ndarray
+    """[P, W + 1] nodes by number of free cards."""
+    head: np.ndarray
+    """[P, W + 1] first node of that list, or -1."""
+    after: np.ndarray
+    """[N] next node of its list; DETACHED if the node is down."""
+    before: np.ndarray
+    """[N] previous node of its list."""
+    held: np.ndarray
+    """[N] bit mask of idle cards kept back for the reserved job."""
+    promised: np.ndarray
+    """[N] cards that the reservation wants of this node."""
+    owner: np.ndarray
+    """[N, W] job slot, or -1."""
+    reserved_bytes: np.ndarray
+    """[N, W] int64, bytes promised to the owner."""
+    usable: np.ndarray
+    """[N] bit mask of cards that are up and not filled by an outside process."""
+    job_entry: np.ndarray
+    """[S] first placement entry of a job slot, or -1."""
+    entry_node: np.ndarray
+    """[E] node of an entry."""
+    entry_mask: np.ndarray
+    """[E] its cards."""
+    entry_after: np.ndarray
+    """[E] next entry of the job, or of the list of unused entries."""
+    spare: np.ndarray
+    """[1] first unused entry."""
+
+
+@njit(nogil=True, cache=True)
+def count_bits(mask: int) -> int:
+    """Set bits of a small non-negative mask."""
+    bits = 0
+    while mask:
+        mask &= mask - 1
+        bits += 1
+    return bits
+
+
+@njit(nogil=True, cache=True)
+def unlink(cells: Cells, node: int) -> None:
+    """Take a node out of its list."""
+    pool, free = cells.pool[node], cells.num_free[node]
+    before, after = cells.before[node], cells.after[node]
+    if before >= 0:
+        cells.after[before] = after
+    else:
+        cells.head[pool, free] = after
+    if after >= 0:
+        cells.before[after] = before
+    cells.count[pool, free] -= 1
+    cells.after[node] = DETACHED
+
+
+@njit(nogil=True, cache=True)
+def link(cells: Cells, node: int) -> None:
+    """Put a node in front of the list of its free count."""
+    pool, free = cells.pool[node], cells.num_free[node]
+    first = cells.head[pool, free]
+    cells.before[node], cells.after[node] = -1, first
+    if first >= 0:
+        cells.before[first] = node
+    cells.head[pool, free] = node
+    cells.count[pool, free] += 1
+
+
+@njit(nogil=True, cache=True)
+def set_free(cells: Cells, node: int, mask: int) -> None:
+    """Change the free cards of a node that is up, and its list with them."""
+    unlink(cells, node)
+    cells.free[node] = mask
+    cells.num_free[node] = count_bits(mask)
+    link(cells, node)
+
+
+@njit(nogil=True, cache=True)
+def find(cells: Cells, pool: int, num_gpus: int, tp_group: int, nodes: np.ndarray, takes: np.ndarray) -> int:
+    """Choose cards for `num_gpus` GPUs in whole tp groups; returns how many nodes were written to nodes/takes, 0 = none.
+
+    Up to the pool's widest node: one node, exact fit first, then the least left over. Above: whole groups on the
+    fullest-free nodes, and for the rest of the last node again the tightest. Nothing is changed.
+    """
+    width = cells.width[pool]
+    count, head = cells.count[pool], cells.head[pool]
+    if num_gpus <= width:
+        for free in range(num_gpus, width + 1):
+            if count[free] > 0:
+                nodes[0], takes[0] = head[free], num_gpus
+                return 1
+        return 0
+    available = 0
+    for free in range(tp_group, width + 1):
+        available += count[free] * (free // tp_group) * tp_group
+    if available < num_gpus:
+        return 0
+    rest, used = num_gpus, 0
+    for take in range(width // tp_group * tp_group, 0, -tp_group):
+        for free in range(take, min(take + tp_group, width + 1)):
+            node = head[free]
+            while node >= 0 and rest > take:
+                nodes[used], takes[used] = node, take
+                used, rest, node = used + 1, rest - take, cells.after[node]
+            if node >= 0:
+                for tight in range(rest, free):
+                    if count[tight] > 0:
+                        node = head[tight]
+                        break
+                nodes[used], takes[used] = node, rest
+                return used + 1
+    return 0
+
+
+@njit(nogil=True, cache=True)
+def lowest_bits(mask: int, num: int) -> int:
+    """The `num` lowest set bits of a mask."""
+    rest = mask
+    for _ in range(num):
+        rest &= rest - 1
+    return mask & ~rest
+
+
+@njit(nogil=True, cache=True)
+def add_entry(cells: Cells, slot: int, node: int, mask: int, memory_bytes: int) -> None:
+    """Write cards of one node to a job's account."""
+    entry = cells.spare[0]
+    cells.spare[0] = cells.entry_after[entry]
+    cells.entry_node[entry], cells.entry_mask[entry] = node, mask
+    cells.entry_after[entry] = cells.job_entry[slot]
+    cells.job_entry[slot] = entry
+    owner, reserved = cells.owner[node], cells.reserved_bytes[node]
+    for gpu in range(owner.shape[0]):
+        if mask >> gpu & 1:
+            owner[gpu] = slot
+            reserved[gpu] = memory_bytes
+
+
+@njit(nogil=True, cache=True)
+def commit(cells: Cells, slot: int, used: int, nodes: np.ndarray, takes: np.ndarray, memory_bytes: int) -> None:
+    """Give what `find` chose to a job slot."""
+    for i in range(used):
+        node = nodes[i]
+        mask = lowest_bits(cells.free[node], takes[i])
+        set_free(cells, node, cells.free[node] & ~mask)
+        add_entry(cells, slot, node, mask, memory_bytes)
+
+
+@njit(nogil=True, cache=True)
+def give_back(cells: Cells, node: int, mask: int) -> None:
+    """Idle cards of a node: first to the reservation that waits for them, the rest to the free list."""
+    mask &= cells.usable[node]
+    lack = cells.promised[node] - count_bits(cells.held[node])
+    if lack > 0:
+        kept = lowest_bits(mask, min(lack, count_bits(mask)))
+        cells.held[node] |= kept
+        mask &= ~kept
+    if mask and cells.after[node] != DETACHED:
+        set_free(cells, node, cells.free[node] | mask)
+
+
+@njit(nogil=True, cache=True)
+def release(cells: Cells, slot: int, touched: np.ndarray) -> None:
+    """Free every card of a job slot and mark the pools in `touched` (bool [P])."""
+    entry = cells.job_entry[slot]
+    while entry >= 0:
+        node, mask = cells.entry_node[entry], cells.entry_mask[entry]
+        owner, reserved = cells.owner[node], cells.reserved_bytes[node]
+        for gpu in range(owner.shape[0]):
+            if mask >> gpu & 1:
+                owner[gpu] = NOBODY
+                reserved[gpu] = 0
+        give_back(cells, node, mask)
+        touched[cells.pool[node]] = True
+        following = cells.entry_after[entry]
+        cells.entry_after[entry] = cells.spare[0]
+        cells.spare[0] = entry
+        entry = following
+    cells.job_entry[slot] = -1
+
+
+@njit(nogil=True, cache=True)
+def hold(cells: Cells, node: int, num_gpus: int) -> None:
+    """Promise cards of a node to the reservation; those that are idle now are kept back at once."""
+    cells.promised[node] = num_gpus
+    kept = lowest_bits(cells.free[node], min(num_gpus, cells.num_free[node]))
+    cells.held[node] = kept
+    if kept:
+        set_free(cells, node, cells.free[node] & ~kept)
+
+
+@njit(nogil=True, cache=True)
+def unhold(cells: Cells, node: int) -> None:
+    """Forget the promise; held cards are free again."""
+    mask = cells.held[node]
+    cells.held[node], cells.promised[node] = 0, 0
+    give_back(cells, node, mask)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Cards found for one request: node indices and how many of each, int32 arrays of equal length."""
+
+    pool: int
+    nodes: np.ndarray
+    takes: np.ndarray
+
+
+class Ledger:
+    """The cards of one cluster. Slots number the jobs; the caller hands them out."""
+
+    def __init__(self, nodes: Sequence[NodeSpec]):
+        if not nodes:
+            raise PlacementError("the cluster has no node; add at least one NodeSpec")
+        for spec in nodes:
+            if not 1 <= spec.num_gpus <= MAX_GPUS_PER_NODE:
+                raise PlacementError(f"node {spec.name} has {spec.num_gpus} GPUs; 1 to {MAX_GPUS_PER_NODE} are supported")
+        self.nodes = tuple(nodes)
+        self.node_index = {spec.name: i for i, spec in enumerate(nodes)}
+        if len(self.node_index) != len(nodes):
+            raise PlacementError("two nodes share one name; node names must be unique")
+        classes = sorted({(spec.gpu_type, spec.memory_bytes) for spec in nodes}, key=lambda c: (c[1], c[0]))
+        self.pools = tuple(classes)
+        """(gpu_type, memory_bytes per card) of each pool, smallest memory first."""
+        index = {c: i for i, c in enumerate(classes)}
+        pool = np.array([index[spec.gpu_type, spec.memory_bytes] for spec in nodes], np.int32)
+        widths = np.array([spec.num_gpus for spec in nodes], np.int32)
+        self.cells = _fresh_cells(pool, widths, len(classes))
+        self._scratch = (np.zeros(len(nodes), np.int32), np.zeros(len(nodes), np.int32))
+
+    def find(self, pool: int, num_gpus: int, tp_group: int = 1) -> Fit | None:
+        """Cards for one gang in one pool by HAS's rule, or None; nothing changes."""
+        used = find(self.cells, pool, num_gpus, tp_group, *self._scratch)
+        return Fit(pool, self._scratch[0][:used].copy(), self._scratch[1][:used].copy()) if used else None
+
+    def take(self, slot: int, fit: Fit, memory_bytes: int) -> None:
+        """Give the cards of `fit`, found since the last change, to `slot`."""
+        self.require_slots(slot + 1)
+        if self.cells.job_entry[slot] >= 0:
+            raise PlacementError(f"job slot {slot} holds cards already; release it first")
+        if memory_bytes > self.pools[fit.pool][1]:
+            raise PlacementError(
+                f"{memory_bytes} bytes a card asked of pool {self.pools[fit.pool][0]}, whose cards have "
+                f"{self.pools[fit.pool][1]}; choose a plan that fits"
+            )
+        if np.any(self.cells.num_free[fit.nodes] < fit.takes):
+            raise PlacementError("the cards of this fit were taken meanwhile; call find again")
+        commit(self.cells, slot, len(fit.nodes), fit.nodes, fit.takes, memory_bytes)
+
+    def release(self, slot: int) -> np.ndarray:
+        """Free all cards of `slot`; returns bool [P], the pools that gained cards."""
+        touched = np.zeros(len(self.pools), np.bool_)
+        release(self.cells, slot, touched)
+        return touched
+
+    def shares(self, slot: int) -> list[tuple[int, int]]:
+        """(node index, card mask) of a job slot, in node order."""
+        cells, result = self.cells, []
+        entry = int(cells.job_entry[slot])
+        while entry >= 0:
+            result.append((int(cells.entry_node[entry]), int(cells.entry_mask[entry])))
+            entry = int(cells.entry_after[entry])
+        return sorted(result)
+
+    def owners(self, node: int) -> list[int]:
+        """Job slots with a card on this node."""
+        return sorted({int(s) for s in self.cells.owner[node] if s >= 0})
+
+    def set_usable(self, node: int, mask: int) -> None:
+        """Cards of a node that may be given away from now on: 0 = the node is down. Owned cards stay with their owner."""
+        cells = self.cells
+        idle = int(cells.free[node] | cells.held[node]) & mask
+        fresh = mask & ~int(cells.usable[node])
+        for gpu in range(MAX_GPUS_PER_NODE):
+            if fresh >> gpu & 1 and cells.owner[node, gpu] == NOBODY:
+                idle |= 1 << gpu
+        cells.usable[node] = mask
+        cells.held[node] = 0
+        if cells.after[node] != DETACHED:
+            unlink(cells, node)
+        cells.free[node] = cells.num_free[node] = 0
+        if mask:
+            link(cells, node)
+            give_back(cells, node, idle)
+
+    def require_slots(self, num_slots: int) -> None:
+        """Make room for job slots below `num_slots`."""
+        have = len(self.cells.job_entry)
+        if num_slots > have:
+            grown = np.full(max(num_slots, 2 * have), -1, np.int32)
+            grown[:have] = self.cells.job_entry
+            self.cells = self.cells._replace(job_entry=grown)
+
+    def add_node(self, spec: NodeSpec) -> int:
+        """A new node of a known pool; O(nodes). Returns its index."""
+        key = (spec.gpu_type, spec.memory_bytes)
+        if spec.name in self.node_index:
+            raise PlacementError(f"node {spec.name} is known already; report it as up again instead")
+        if key not in self.pools or spec.num_gpus > self.cells.owner.shape[1]:
+            raise PlacementError(f"node {spec.name} opens a new GPU type or width {key, spec.num_gpus}; rebuild the ledger")
+        self.cells = _grow(self.cells, self.pools.index(key), spec.num_gpus)
+        self.nodes = (*self.nodes, spec)
+        node = self.node_index[spec.name] = len(self.nodes) - 1
+        self._scratch = (np.zeros(len(self.nodes), np.int32), np.zeros(len(self.nodes), np.int32))
+        self.set_usable(node, (1 << spec.num_gpus) - 1)
+        return node
+
+
+def _fresh_cells(pool: np.ndarray, widths: np.ndarray, num_pools: int) -> Cells:
+    num_nodes, widest, num_entries = len(pool), int(widths.max()), int(widths.sum())
+    pool_width = np.zeros(num_pools, np.int32)
+    np.maximum.at(pool_width, pool, widths)
+    cells = Cells(
+        pool=pool,
+        width=pool_width,
+        free=(1 << widths).astype(np.int32) - 1,
+        num_free=widths.copy(),
+        count=np.zeros((num_pools, widest + 1), np.int32),
+        head=np.full((num_pools, widest + 1), -1, np.int32),
+        after=np.full(num_nodes, DETACHED, np.int32),
+        before=np.full(num_nodes, -1, np.int32),
+        held=np.zeros(num_nodes, np.int32),
+        promised=np.zeros(num_nodes, np.int32),
+        owner=np.full((num_nodes, widest), NOBODY, np.int32),
+        reserved_bytes=np.zeros((num_nodes, widest), np.int64),
+        usable=(1 << widths).astype(np.int32) - 1,
+        job_entry=np.full(64, -1, np.int32),
+        entry_node=np.zeros(num_entries, np.int32),
+        entry_mask=np.zeros(num_entries, np.int32),
+        entry_after=np.append(np.arange(1, num_entries, dtype=np.int32), np.int32(-1)),
+        spare=np.zeros(1, np.int32),
+    )
+    _link_all(cells)
+    return cells
+
+
+@njit(nogil=True, cache=True)
+def _link_all(cells: Cells) -> None:
+    for node in range(cells.pool.shape[0] - 1, -1, -1):
+        link(cells, node)
+
+
+def _grow(cells: Cells, pool: int, num_gpus: int) -> Cells:
+    """Room for one more node, still detached, with `num_gpus` more entries."""
+
+    def more(array: np.ndarray, value: int) -> np.ndarray:
+        return np.append(array, np.full((1, *array.shape[1:]), value, array.dtype), axis=0)
+
+    first = len(cells.entry_node)
+    tail = np.append(np.arange(first + 1, first + num_gpus, dtype=np.int32), cells.spare[0])
+    cells.width[pool] = max(cells.width[pool], num_gpus)
+    return cells._replace(
+        pool=more(cells.pool, pool),
+        free=more(cells.free, 0),
+        num_free=more(cells.num_free, 0),
+        after=more(cells.after, DETACHED),
+        before=more(cells.before, -1),
+        held=more(cells.held, 0),
+        promised=more(cells.promised, 0),
+        owner=more(cells.owner, NOBODY),
+        reserved_bytes=more(cells.reserved_bytes, 0),
+        usable=more(cells.usable, 0),
+        entry_node=np.append(cells.entry_node, np.zeros(num_gpus, np.int32)),
+        entry_mask=np.append(cells.entry_mask, np.zeros(num_gpus, np.int32)),
+        entry_after=np.append(cells.entry_after, tail).astype(np.int32),
+        spare=np.array([first], np.int32),
+    )
