@@ -17,6 +17,7 @@ from statistics import NormalDist
 import numpy as np
 import torch
 
+from collectives.sparse.zen import block_unit
 from collectives.transport import Parcel, Transport, all_gather_records, others
 
 # --- the link ---------------------------------------------------------------------------------------------------------
@@ -112,10 +113,11 @@ def _memory_rates(device: torch.device) -> tuple[float, float]:
     """Bytes per second of a gather plus scatter-add of 1 KiB rows, and of a copy (4 MiB each, best of the repeats)."""
     table = torch.ones(8192, 256, device=device)
     ids = torch.arange(0, 8192, 2, device=device)
-    out = torch.zeros_like(table)
+    out, packed = torch.zeros_like(table), torch.zeros(len(ids), 256, device=device)
 
     def pack() -> None:
-        out.index_add_(0, ids, table.index_select(0, ids))
+        torch.index_select(table, 0, ids, out=packed)
+        out.index_add_(0, ids, packed)
 
     def best(body: Callable[[], object]) -> float:
         times = []
@@ -229,29 +231,28 @@ def _agsparse(load: Load) -> Cost:
 
 
 def _column(load: Load) -> Cost:
-    """All-gather of ids, values by columns to their owner, all-gather of the reduced columns."""
+    """Coded ids to everybody, values by columns to their owner, the reduced columns to everybody."""
     n, total = load.size, load.total
     cuts = np.arange(n + 1) * load.width // n
     owned = np.diff(cuts) * float(load.itemsize)
     sent = (n - 1.0) * load.id_bytes + load.k * (load.row_bytes - owned) + (n - 1) * load.union * owned
     received = load.id_bytes.sum() - load.id_bytes + (total - load.k) * owned + load.union * (load.row_bytes - owned)
     packed = float(load.k.max()) * load.row_bytes + total * owned.max() + load.union * load.row_bytes
-    return Cost(sent, received, rounds=3, packed_bytes=packed)
+    return Cost(sent, received, rounds=2, packed_bytes=packed)
 
 
-def _hashed(load: Load) -> Cost:
-    """Balanced parallelism: ids and values to their owner, sums back with ids as a bitmap or as a list, if shorter."""
-    return _by_owner(load, pull_index_bytes=min(load.num_rows / 8, load.union * load.index_bytes))
-
-
-def _by_owner(load: Load, pull_index_bytes: float) -> Cost:
-    n, entry = load.size, load.row_bytes + load.index_bytes
-    busiest = 1 + expected_peak(n) * math.sqrt((n - 1) / max(load.union, 1.0))
-    pulled = (load.union * load.row_bytes + pull_index_bytes) / n
-    sent = (n - 1) / n * load.k * entry + (n - 1) * pulled * busiest
-    received = (load.total - load.k) / n * entry * busiest + (n - 1) * pulled
+def _push_pull(load: Load, unit: int, *, bitmap: bool) -> Cost:
+    """Balanced parallelism: units of `unit` values with ids to their owner; sums back with a bitmap or with plain ids."""
+    n, per_row = load.size, load.width // unit
+    index_bytes = 4 if load.num_rows * per_row < 2**31 else 8
+    entry, owned = load.row_bytes + per_row * index_bytes, load.union * per_row
+    fullest = 1 + expected_peak(n) * math.sqrt((n - 1) / max(owned, 1.0))
+    named = load.num_rows * per_row / 8 if bitmap else owned * index_bytes
+    pulled = load.union * load.row_bytes
+    sent = (n - 1) / n * (load.k * entry + (pulled * fullest + named if bitmap else (pulled + named) * fullest))
+    received = (load.total - load.k) / n * entry * fullest + (n - 1) / n * (pulled + named)
     packed = (float(load.k.max()) + load.total / n + 2 * load.union) * load.row_bytes
-    return Cost(sent, received, rounds=3, packed_bytes=packed)
+    return Cost(sent, received, rounds=4 if bitmap else 5, packed_bytes=packed)
 
 
 def expected_peak(num_parts: int) -> float:
@@ -262,47 +263,62 @@ def expected_peak(num_parts: int) -> float:
 def _sparcml(load: Load) -> Cost:
     """Recursive doubling, dense once that is shorter; surplus ranks fold into a partner first and get the result last.
 
-    Renggli et al., SC'19, SSAR_Recursive_double: at stage j each rank swaps the merge of 2^j ranks.
+    Renggli et al., SC'19, SSAR_Recursive_double: at each stage a rank swaps the merge of all ranks it has met.
     """
     n, entry = load.size, load.row_bytes + load.index_bytes
     stages = n.bit_length() - 1
-    surplus = n - (1 << stages)
-    merged = [min(load.union_of(n / (1 << stages) * (1 << j)) * entry, float(load.dense_bytes)) for j in range(stages)]
-    exchanged = sum(merged)
-    result = min(load.union * entry, float(load.dense_bytes))
-    sent = np.full(n, exchanged)
-    received = np.full(n, exchanged)
-    if surplus:
-        folded = load.k[-surplus:] * float(entry)
-        sent[-surplus:], received[-surplus:] = folded, result
-        sent[:surplus] += result
-        received[:surplus] += folded
-    return Cost(sent, received, pair_rounds=stages + (2 if surplus else 0), packed_bytes=2 * exchanged + result)
+    core = 1 << stages
+    surplus = n - core
+
+    def message(num_ranks: int) -> float:
+        rows = load.union_of(num_ranks)
+        return rows * entry if rows * entry < load.dense_bytes else load.dense_bytes + load.num_rows / 8
+
+    sent, received = np.zeros(n), np.zeros(n)
+    folded, result = load.k[core:] * float(entry), message(n)
+    sent[core:], received[:surplus] = folded, folded
+    merged = np.where(np.arange(core) < surplus, 2, 1)
+    for stage in range(stages):
+        partner = np.arange(core) ^ (1 << stage)
+        offered = np.array([message(int(m)) for m in merged])
+        sent[:core] += offered
+        received[:core] += offered[partner]
+        merged = merged + merged[partner]
+    sent[:surplus] += result
+    received[core:] += result
+    pair_rounds = 2 * (stages + (2 if surplus else 0))
+    packed = 2 * float(received.max()) + load.union * load.row_bytes
+    return Cost(sent, received, pair_rounds=pair_rounds, packed_bytes=packed)
 
 
 def _dense(load: Load) -> Cost:
-    """The backend's all-reduce of the whole tensor. A sparse gradient is spread out first and gathered afterwards.
+    """All-reduce of the whole tensor. A sparse gradient is spread out first and gathered afterwards.
 
-    Its touched ids travel as bitmaps, reduced like the values.
+    Its touched ids travel as bitmaps, reduced like the values; 16-bit ones go by exchange, summed in 32 bits.
     """
     n = load.size
-    num_bytes = load.dense_bytes if load.is_dense else load.dense_bytes + load.num_rows / 8
-    ring = np.full(n, 2 * (n - 1) / n * num_bytes)
     if load.is_dense:
+        ring = np.full(n, 2 * (n - 1) / n * load.dense_bytes)
         return Cost(ring, ring, native=True)
+    ring = np.full(n, 2 * (n - 1) / n * (load.dense_bytes + load.num_rows / 8))
+    native = load.itemsize == 4
     packed = (float(load.k.max()) + load.union) * load.row_bytes
-    return Cost(ring, ring, rounds=2, packed_bytes=packed, copied_bytes=float(load.dense_bytes), native=True)
+    return Cost(
+        ring, ring, rounds=2 if native else 4, packed_bytes=packed, copied_bytes=float(load.dense_bytes), native=native
+    )
 
 
 COSTS: dict[str, Callable[[Load], Cost]] = {
     "column": _column,
-    "hashed_rows": _hashed,
-    "zen": _hashed,
+    "zen": lambda load: _push_pull(load, 1, bitmap=True),
+    "zen_rows": lambda load: _push_pull(load, load.width, bitmap=True),
+    "hashed_rows": lambda load: _push_pull(load, load.width, bitmap=False),
+    "hashed_blocks": lambda load: _push_pull(load, block_unit(load.width), bitmap=False),
     "agsparse": _agsparse,
     "sparcml": _sparcml,
     "dense": _dense,
 }
-"""Byte formulas by scheme name."""
+"""Byte formulas by scheme name: what can be predicted from counts alone, without knowing how the ids are skewed."""
 
 
 @dataclass(frozen=True)
@@ -325,4 +341,4 @@ def predict(scheme: str, load: Load, link: Link) -> Prediction:
         seconds += payload / link.bytes_per_s
     scanned_bytes = load.dense_bytes if load.is_dense and not cost.native else 0
     seconds += (cost.copied_bytes + scanned_bytes) / link.copy_bytes_per_s
-    return Prediction(scheme, round(payload), seconds)
+    return Prediction(scheme, round(payload), float(seconds))

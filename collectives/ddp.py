@@ -68,20 +68,25 @@ def attach(
     """
     if hook_of(model) is not None:
         raise ConfigError("this model has a synchroniser already; change its policy instead of attaching a second one")
-    group = model.process_group
     device = next(p.device for p in model.parameters())
-    own_group = None
-    if device.type == "cpu":
-        ranks = dist.get_process_group_ranks(group)
-        wait = timedelta(seconds=timeout_s)
-        own_group = dist.new_group(ranks, timeout=wait, backend="gloo", use_local_synchronization=True)
-    transport = TorchTransport(own_group or group, timeout_s=timeout_s)
+    own_group = _gloo_group_like(model.process_group, timeout_s) if device.type == "cpu" else None
+    transport = TorchTransport(own_group or model.process_group, timeout_s=timeout_s)
     if transport.device.type != device.type:
         raise ConfigError(f"parameters live on {device}, but the process group serves {transport.device}")
     hook = SyncHook(model, SyncPolicy.of(policy), transport, own_group)
     model.register_comm_hook(hook, sync_hook)
     _attached[model] = hook
     return hook
+
+
+def _gloo_group_like(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
+    """A new group of the same ranks. Only they take part in making it, also where they are not the whole world."""
+    ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_s)
+    is_world = len(ranks) == dist.get_world_size()
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=timeout, backend="gloo", use_local_synchronization=not is_world
+    )
+    return made
 
 
 def hook_of(model: nn.Module) -> "SyncHook | None":
@@ -162,14 +167,14 @@ class SyncHook:
         if self.error is not None:
             raise self.error
         self._seen.update(work.names)
-        if work.is_last:
-            missing = sorted(self.parameters.keys() - self._seen)
-            if missing:
-                raise CollectiveMismatch(
-                    f"{len(self._seen)} of {len(self.parameters)} parameters were synchronised; missing: {missing[:5]}"
-                )
+        missing = sorted(self.parameters.keys() - self._seen)
+        if not missing:
             self._seen.clear()
             self.num_backwards += 1
+        elif work.is_last:
+            raise CollectiveMismatch(
+                f"{len(self._seen)} of {len(self.parameters)} parameters were synchronised; missing: {_listing(missing)}"
+            )
 
     # --- called by the communication thread ---
 
@@ -301,7 +306,9 @@ def _stop(
     if thread.is_alive():
         transport.abort()
         return
-    if own_group is not None and dist.is_initialized():
+    if own_group is not None and dist.is_initialized() and transport.size == dist.get_world_size():
+        # A group of some ranks is named by them and keeps that name until the process ends: torch would meet its
+        # stale addresses under it. A group that a failure has torn down, or the user destroyed, is gone already.
         with suppress(ValueError, RuntimeError):
             dist.destroy_process_group(own_group)
 

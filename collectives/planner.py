@@ -8,6 +8,7 @@ the same without asking; a digest of the state rides along and proves it.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from collectives.cost import COSTS, Link, Load, Prediction, dense_wins_on_elemen
 from collectives.errors import CollectiveMismatch, ConfigError
 from collectives.sparse.agreement import Agreement
 
-ROW_SCHEMES = ("column", "hashed_rows", "agsparse", "sparcml", "dense")
+ROW_SCHEMES = ("column", "zen_rows", "hashed_rows", "hashed_blocks", "agsparse", "sparcml", "dense")
 ELEMENT_SCHEMES = ("zen", "agsparse", "sparcml", "dense")
 
 SWITCH_GAIN = 0.95
@@ -171,7 +172,7 @@ class Planner:
     def record(self, name: str) -> tuple[int, int, int]:
         """This rank's part of the metadata round: state digest, nanoseconds and payload bytes of the last call."""
         tensor = self._tensor(name)
-        text = repr((name, sorted(tensor.shared().items()))).encode()
+        text = json.dumps([name, tensor.shared()], sort_keys=True).encode()
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
         last = tensor.pending
         return (digest, round(last.observed_s * 1e9), last.observed_bytes) if last else (digest, 0, 0)
@@ -251,7 +252,7 @@ class Planner:
         return [*self._history, *(t.pending for t in self._tensors.values() if t.pending is not None)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, equal on all ranks; picklable, independent of process groups."""
+        """Plain JSON values, equal on all ranks, independent of process groups."""
         return {"size": self.link.size, "tensors": {name: deepcopy(t.shared()) for name, t in self._tensors.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
