@@ -17,6 +17,7 @@ from numba import njit
 from torch import Tensor
 
 from collectives.kernels.host import Array, Scalar, host_array
+from collectives.kernels.twins import finalise
 
 NUM_ROUNDS = 4
 
@@ -99,14 +100,6 @@ def _ids_of(
         ids[i] = np.int64(_invert(np.uint64(slots[i]) * n + owner, num, low_bits, high, low, keys))
 
 
-def _finalise(h: int) -> int:
-    h ^= h >> 16
-    h = h * 0x85EBCA6B & 0xFFFFFFFF
-    h ^= h >> 13
-    h = h * 0xC2B2AE35 & 0xFFFFFFFF
-    return h ^ h >> 16
-
-
 class Owners(Protocol):
     """An owner map: every position of [0, N) has one owner and, there, one slot."""
 
@@ -134,7 +127,7 @@ class HashedOwners:
     def keys(self) -> np.ndarray:
         """The round keys, uint64 [4] below 2**32, derived from the seed."""
         words = [(self.seed + 0x9E3779B9 * (t + 1)) & 0xFFFFFFFF for t in range(NUM_ROUNDS)]
-        return np.array([_finalise(word) for word in words], np.uint64)
+        return np.array([finalise(word) for word in words], np.uint64)
 
     def _network(self) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.ndarray]:
         bits = (self.num_positions - 1).bit_length()
