@@ -134,9 +134,9 @@ def all_gather(transport: Transport, phase: str, outputs: Sequence[Tensor]) -> N
 def all_to_all(transport: Transport, phase: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Send `inputs[j]` to rank j and receive rank j's part into `outputs[j]`; sizes may differ and may be zero."""
     with transport.exchange(phase, [Parcel(peer, outputs[peer]) for peer in others(transport)]) as exchange:
-        outputs[transport.rank].copy_(inputs[transport.rank])
         for peer in others(transport):
             exchange.send(peer, inputs[peer])
+        outputs[transport.rank].copy_(inputs[transport.rank])
 
 
 def broadcast_bytes(transport: Transport, phase: str, payload: bytes | None, root: int = 0) -> bytes:
