@@ -90,7 +90,8 @@ class _Job:
         if span.start == span.stop:
             return out[:0]
         part = None if self.residual is None else self.residual.part(span.start, span.stop)
-        return self.codec.encode(x[span], part, out, derive_seed(self.seed, self.transport.rank, span.start))
+        rank = 0 if self.codec.shared_seed else self.transport.rank
+        return self.codec.encode(x[span], part, out, derive_seed(self.seed, rank, span.start))
 
     def combine(self, packets: Sequence[Tensor], span: slice, offset: int, out: Tensor) -> Tensor:
         """The owner's step: decode, sum in rank order, scale, encode again. `offset`: where the owner's chunk starts."""

@@ -19,14 +19,14 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from collectives.codecs.codec import HEADER_BYTES, Array, Codec, Flag, Residual, _bytes, pad16, write_header
+from collectives.codecs.codec import HEADER_BYTES, Array, Flag, Fp32Codec, Residual, packet_bytes, pad16, write_header
 from collectives.codecs.hashing import keys
 
 TILE_VALUES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockCodec(Codec):
+class BlockCodec(Fp32Codec):
     """Blocks of `block` values, each one scale (or none) and one payload row of `row_width` elements."""
 
     block: ClassVar[int]
@@ -197,7 +197,7 @@ class BlockCodec(Codec):
         seed: int = 0,
     ) -> Tensor:
         common, sources = self._sources(packets, numel, weights)
-        packet, buffer = self._room(numel, out)
+        packet, buffer = self._room(self.wire_bytes(numel), out)
         used = self.wire_bytes(numel)
         scales, payload = self._sections(buffer[:used], numel)
         buffer[used - pad16(1) : used] = 0
@@ -221,8 +221,8 @@ class BlockCodec(Codec):
         flags, sources = 0, []
         for packet, weight in zip(packets, weights or [1.0] * len(packets), strict=True):
             if weight != 0:
-                buffer = _bytes(packet)
-                flags |= self._check(buffer, numel)
+                buffer = packet_bytes(packet)
+                flags |= self._check(buffer, numel, self.wire_bytes(numel))
                 sources.append((np.float32(weight), *self._sections(buffer, numel)))
         return Flag(flags & 0xFF), sources
 

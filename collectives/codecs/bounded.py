@@ -21,7 +21,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from collectives.codecs.codec import HEADER_BYTES, Array, Codec, Flag, _bytes, pad16, write_header
+from collectives.codecs.codec import HEADER_BYTES, Array, Flag, Fp32Codec, packet_bytes, pad16, write_header
 from collectives.errors import ConfigError, WireFormatError
 from collectives.transport import Transport, all_gather_records
 
@@ -39,7 +39,7 @@ WORDS[RAW] = BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
-class ErrorBounded(Codec):
+class ErrorBounded(Fp32Codec):
     """|x - D(C(x))| <= bound, absolute or as a share of the tensor's rms or range."""
 
     name: ClassVar[str] = "eb"
@@ -143,14 +143,14 @@ class ErrorBoundedSum(ErrorBounded):
 
         Exact, so the order of packets only matters for raw blocks. Raises WireFormatError where widths differ.
         """
-        packet, buffer = self._room(numel, out)
+        packet, buffer = self._room(self.wire_bytes(numel), out)
         num_blocks, flags = -(-numel // BLOCK), 0
         sums, totals = np.zeros((num_blocks, BLOCK), np.int64), np.zeros((num_blocks, BLOCK), np.float32)
         raw = np.zeros(num_blocks, np.bool_)
         width = np.float32(0)
         for number, source in enumerate(packets):
-            theirs = _bytes(source)
-            flags |= self._check(theirs, numel)
+            theirs = packet_bytes(source)
+            flags |= self._check(theirs, numel, self.wire_bytes(numel))
             their_width, heads, words = self._open(theirs, numel)
             if number and their_width != width:
                 raise WireFormatError(f"{self.name}: bin widths {width} and {their_width} differ; agree on one first")

@@ -95,10 +95,10 @@ def read_header(buffer: Array) -> tuple[int, int, int]:
 
 def packet_flags(packet: Tensor) -> Flag:
     """The common flags of a packet, without decoding it."""
-    return Flag(read_header(_bytes(packet))[1] & STICKY)
+    return Flag(read_header(packet_bytes(packet))[1] & STICKY)
 
 
-def _bytes(packet: Tensor) -> Array:
+def packet_bytes(packet: Tensor) -> Array:
     """Zero-copy uint8 view of a packet; a copy where its address is not a multiple of 16 (typed views need that)."""
     array: Array = packet.numpy()
     return array.copy() if array.ctypes.data % ALIGN_BYTES else array
@@ -119,6 +119,8 @@ class Codec(ABC):
     """The bytes depend on the input and the seed alone."""
     needs_shared_scale: ClassVar[bool] = False
     """All ranks must encode with the same width for a sum of packets to exist."""
+    shared_seed: ClassVar[bool] = False
+    """All ranks must draw the same random numbers."""
     min_numel: ClassVar[int] = 1
     """Below this many elements the packet is no smaller than the tensor."""
     align: ClassVar[int] = 1
@@ -150,34 +152,21 @@ class Codec(ABC):
     def wire_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """Upper bound of the packet size for `numel` elements; exact when `fixed_size`."""
 
+    @abstractmethod
     def encode(self, x: Tensor, residual: Residual | None = None, out: Tensor | None = None, seed: int = 0) -> Tensor:
-        """Write `x` (fp32, contiguous, any shape) as a packet and return it: a view of `out`, or a new tensor.
+        """Write `x` (contiguous, any shape) as a packet and return it: a view of `out`, or a new tensor.
 
         With `residual` the packet carries x + residual.value, and residual.update receives what the packet lost.
         out: uint8 with at least `wire_bytes(n)` bytes, 16-byte aligned. seed: names this tensor and step for codecs
         that draw random numbers. Raises ConfigError for inputs the codec does not take.
         """
-        values = self._values(x)
-        if residual is not None and residual.value.numel() != values.size:
-            raise ConfigError(f"{self.name}: residual has {residual.value.numel()} elements, x has {values.size}")
-        packet, buffer = self._room(values.size, out)
-        if residual is None:
-            flags, used = self._encode(values, buffer, seed)
-        else:
-            old, new = residual.value.view(-1).numpy(), residual.update.view(-1).numpy()
-            flags, used = self._encode_feedback(values, old, new, buffer, seed)
-        write_header(buffer, self.codec_id, flags, values.size)
-        return packet[:used]
 
+    @abstractmethod
     def decode(self, packet: Tensor, out: Tensor, accumulate: bool = False, scale: float = 1.0) -> None:
-        """Write `scale` times the packet's values into `out` (fp32, contiguous), or add them to it.
+        """Write `scale` times the packet's values into `out` (contiguous), or add them to it.
 
         Raises WireFormatError, with `out` untouched, where the packet does not describe out.numel() elements.
         """
-        values = self._values(out)
-        buffer = _bytes(packet)
-        flags = self._check(buffer, values.size)
-        self._decode(buffer, flags, values, accumulate, np.float32(scale))
 
     def reduce(
         self, packets: Sequence[Tensor], out: Tensor, weights: Sequence[float] | None = None, scale: float = 1.0
@@ -229,6 +218,54 @@ class Codec(ABC):
         self.reduce_encode([packet], 600)
         self.decode(packet, x)
 
+    def _room(self, bound: int, out: Tensor | None) -> tuple[Tensor, Array]:
+        """`out`, or a new packet of `bound` bytes, and its NumPy view."""
+        packet = torch.empty(bound, dtype=torch.uint8) if out is None else out
+        aligned = packet.data_ptr() % ALIGN_BYTES == 0
+        if packet.dtype != torch.uint8 or packet.dim() != 1 or packet.numel() < bound or not aligned:
+            raise ConfigError(
+                f"{self.name}: out must be a flat uint8 tensor of at least {bound} bytes at a multiple of {ALIGN_BYTES}; "
+                f"got {packet.dtype} {tuple(packet.shape)}, {'aligned' if aligned else 'not aligned'}"
+            )
+        return packet, packet.numpy()
+
+    def _check(self, buffer: Array, numel: int, bound: int) -> int:
+        """Validate header and length against what the receiver expects; returns the flags."""
+        codec_id, flags, claimed = read_header(buffer)
+        if codec_id != self.codec_id:
+            raise WireFormatError(f"packet was written by codec {codec_id}, expected {self.name} ({self.codec_id})")
+        if claimed != numel:
+            raise WireFormatError(f"{self.name} packet claims {claimed} elements, expected {numel}")
+        if buffer.size > bound or (self.fixed_size and buffer.size != bound) or buffer.size % ALIGN_BYTES:
+            raise WireFormatError(
+                f"{self.name} packet of {buffer.size} bytes for {numel} elements; "
+                f"{'exactly' if self.fixed_size else 'a multiple of 16, at most'} {bound} expected"
+            )
+        return flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp32Codec(Codec):
+    """A codec of flat fp32 arrays: a subclass fills the packet behind the header and reads it back."""
+
+    def encode(self, x: Tensor, residual: Residual | None = None, out: Tensor | None = None, seed: int = 0) -> Tensor:
+        values = self._values(x)
+        packet, buffer = self._room(self.wire_bytes(values.size), out)
+        if residual is None:
+            flags, used = self._encode(values, buffer, seed)
+        else:
+            old, new = self._values(residual.value), self._values(residual.update)
+            if not old.size == new.size == values.size:
+                raise ConfigError(f"{self.name}: the residual has {old.size} elements, x has {values.size}")
+            flags, used = self._encode_feedback(values, old, new, buffer, seed)
+        write_header(buffer, self.codec_id, flags, values.size)
+        return packet[:used]
+
+    def decode(self, packet: Tensor, out: Tensor, accumulate: bool = False, scale: float = 1.0) -> None:
+        values, buffer = self._values(out), packet_bytes(packet)
+        flags = self._check(buffer, values.size, self.wire_bytes(values.size))
+        self._decode(buffer, flags, values, accumulate, np.float32(scale))
+
     @abstractmethod
     def _encode(self, x: Array, buffer: Array, seed: int) -> tuple[int, int]:
         """Fill `buffer` behind its header; return (flags, bytes used)."""
@@ -256,36 +293,6 @@ class Codec(ABC):
             )
         values: Array = x.detach().view(-1).numpy()
         return values
-
-    def _room(self, numel: int, out: Tensor | None) -> tuple[Tensor, Array]:
-        bound = self.wire_bytes(numel)
-        packet = torch.empty(bound, dtype=torch.uint8) if out is None else out
-        if (
-            packet.dtype != torch.uint8
-            or packet.dim() != 1
-            or packet.numel() < bound
-            or packet.data_ptr() % ALIGN_BYTES
-        ):
-            raise ConfigError(
-                f"{self.name}: out must be a flat uint8 tensor of at least {bound} bytes for {numel} elements, aligned "
-                f"to {ALIGN_BYTES}; got {packet.dtype} {tuple(packet.shape)} at offset {packet.data_ptr() % ALIGN_BYTES}"
-            )
-        return packet, packet.numpy()
-
-    def _check(self, buffer: Array, numel: int) -> int:
-        """Validate the header against what the receiver expects; returns the flags."""
-        codec_id, flags, claimed = read_header(buffer)
-        if codec_id != self.codec_id:
-            raise WireFormatError(f"packet was written by codec {codec_id}, expected {self.name} ({self.codec_id})")
-        if claimed != numel:
-            raise WireFormatError(f"{self.name} packet claims {claimed} elements, expected {numel}")
-        bound = self.wire_bytes(numel)
-        if buffer.size > bound or (self.fixed_size and buffer.size != bound) or buffer.size % ALIGN_BYTES:
-            raise WireFormatError(
-                f"{self.name} packet of {buffer.size} bytes for {numel} elements; "
-                f"{'exactly' if self.fixed_size else 'a multiple of 16, at most'} {bound} expected"
-            )
-        return flags
 
 
 def add_flags(packet: Tensor, flags: int) -> None:
