@@ -19,14 +19,14 @@ from collectives.errors import ConfigError, ZenrayError
 from collectives.kernels.idcoding import index_dtype
 from collectives.kernels.idsets import union_ids
 from collectives.kernels.rows import as_rows, gather_rows, nonzero_rows, scatter_add_rows
-from collectives.sparse.all_reduce import Reduced, reduce_rows
 from collectives.sparse.columns import column_cuts
 from collectives.sparse.omnireduce import BLOCK_WIDTH, OmniReduce, blocks_of_rows, num_blocks
 from collectives.sparse.rows import Scheme, SparseRows
 from collectives.sparse.schemes import SCHEMES
 from collectives.sparse.two_level import TwoLevel, node_unions
+from collectives.sparse.workspace import Workspace
 from collectives.sparse.zen import PushPull
-from collectives.transport import LocalTransport, run_local
+from collectives.transport import LocalTransport, Traffic, run_local
 from jobs.job import Run
 from jobs.workloads.zipf import WORKLOADS, RowWorkload, TopKWorkload, workload
 from zenray.config import Section
@@ -196,25 +196,28 @@ def verify(
     found = {}
     for name, scheme in schemes.items():
 
-        def body(transport: LocalTransport, name: str = name) -> tuple[Reduced, dict[str, np.ndarray]]:
-            return reduce_rows(rows[transport.rank], transport=transport, scheme=name), transport.traffic.sent
+        def body(transport: LocalTransport, scheme: Scheme = scheme) -> tuple[SparseRows, Workspace, Traffic]:
+            work = Workspace.of(transport)
+            with work.timed("reduce"):
+                result = scheme.all_reduce(rows[transport.rank], transport, "sum")
+            return result, work, transport.traffic
 
         results = run_local(len(ids), body, timeout_s=300)
-        reference = results[0][0].rows
+        reference = results[0][0]
         error = float(np.abs(reference.values.numpy() - oracle).max(initial=0)) / scale
         same = all(
-            torch.equal(other.rows.ids, reference.ids) and torch.equal(other.rows.values, reference.values)
-            for other, _ in results
+            torch.equal(other.ids, reference.ids) and torch.equal(other.values, reference.values)
+            for other, _, _ in results
         )
         tables = scheme.wire_bytes(ids, num_rows, width, ITEMSIZE)
+        nothing = np.zeros(len(ids), np.int64)
         exact = all(
-            np.array_equal(np.stack([sent.get(phase, np.zeros(len(ids), np.int64)) for _, sent in results]), table)
+            np.array_equal(np.stack([traffic.sent.get(phase, nothing) for _, _, traffic in results]), table)
             for phase, table in tables.items()
-            if phase != "metadata"
         )
         if not (np.array_equal(reference.ids.numpy(), union) and error < 1e-5 and same and exact):
             raise ZenrayError(f"{name}: error {error:.2e}, replicas equal: {same}, bytes as counted: {exact}")
-        found[name] = {"max_relative_error": error, "seconds": results[0][0].stats.seconds}
+        found[name] = {"max_relative_error": error, "seconds": results[0][1].seconds}
     return found
 
 
