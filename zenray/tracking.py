@@ -204,8 +204,6 @@ class Store:
             try:
                 self._dispatch(records)
                 return
-            except (FileNotFoundError, PermissionError):
-                raise
             except Exception as error:
                 if not _is_outage(error):
                     raise
@@ -299,7 +297,7 @@ class Store:
             with tempfile.TemporaryDirectory() as folder:
                 json.loads(Path(self.client.download_artifacts(self._run_id(key), file, folder)).read_text())
         except Exception as error:
-            if not isinstance(error, OSError) and _is_outage(error) and not self._answers():
+            if _is_outage(error) and not self._answers():
                 raise StoreDown(f"{redact_text(self.uri)} does not answer") from error
             raise TrackingError(
                 f"artifacts cannot be stored at {redact_text(location)} ({type(error).__name__}: "
@@ -362,4 +360,5 @@ def _is_outage(error: Exception) -> bool:
     code = getattr(error, "error_code", None)
     if code in ("TEMPORARILY_UNAVAILABLE", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED"):
         return re.search(r"error code 4(?!29)\d\d", str(error)) is None
-    return isinstance(error, OSError) and not isinstance(error, PermissionError | FileNotFoundError)
+    lost_connection = isinstance(error, ConnectionError | TimeoutError)
+    return lost_connection or type(error).__module__.partition(".")[0] in ("requests", "urllib3")
