@@ -10,9 +10,11 @@ Memory: 4 bytes per element and rank, 8 with `reversible`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +22,22 @@ from torch import Tensor
 from collectives.codecs.codec import Residual
 from collectives.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 Layout = tuple[tuple[str, int], ...]
 """Parameter names and their numbers of elements, in the order of a bucket."""
+
+
+class Piece(NamedTuple):
+    """Residuals of elements [offset, offset + len(values)) of a parameter of `numel` elements."""
+
+    offset: int
+    numel: int
+    values: Tensor
+
+
+Pieces = dict[str, list[Piece]]
+"""By parameter name."""
 
 
 @dataclass
@@ -35,13 +51,13 @@ class _Bucket:
     pending: Tensor
     dirty: bool = False
 
-    def pieces(self) -> list[tuple[str, int, Tensor]]:
-        """(name, offset inside the parameter, the residual from there on) of every parameter that is touched."""
+    def pieces(self) -> list[tuple[str, Piece]]:
+        """Name and part of every parameter that lies in [start, stop); the values are views."""
         pieces, begin = [], 0
         for name, numel in self.layout:
             low, high = max(begin, self.start), min(begin + numel, self.stop)
             if low < high:
-                pieces.append((name, low - begin, self.value[low - self.start : high - self.start]))
+                pieces.append((name, Piece(low - begin, numel, self.value[low - self.start : high - self.start])))
             begin += numel
         return pieces
 
@@ -58,9 +74,9 @@ class ErrorFeedback:
     decay: float = 1.0
     buckets: dict[Layout, _Bucket] = field(default_factory=dict, init=False, repr=False)
     owned: dict[Layout, _Bucket] = field(default_factory=dict, init=False, repr=False)
-    unplaced: dict[str, list[tuple[int, Tensor]]] = field(default_factory=dict, init=False, repr=False)
-    """Loaded or displaced residuals of this rank whose bucket is not known yet: (offset, values) by name."""
-    unplaced_owned: dict[str, list[tuple[int, Tensor]]] = field(default_factory=dict, init=False, repr=False)
+    unplaced: Pieces = field(default_factory=dict, init=False, repr=False)
+    """Loaded or displaced residuals of this rank whose bucket is not known yet."""
+    unplaced_owned: Pieces = field(default_factory=dict, init=False, repr=False)
     num_dropped: int = field(default=0, init=False)
     """Residuals that were set to zero because their parameter changed its size."""
 
@@ -81,7 +97,7 @@ class ErrorFeedback:
     def _open(
         self,
         buckets: dict[Layout, _Bucket],
-        unplaced: dict[str, list[tuple[int, Tensor]]],
+        unplaced: Pieces,
         layout: Layout,
         start: int,
         stop: int,
@@ -89,7 +105,7 @@ class ErrorFeedback:
         bucket = buckets.get(layout)
         if bucket is None or (bucket.start, bucket.stop) != (start, stop):
             bucket = self._place(buckets, unplaced, layout, start, stop)
-        if self.decay != 1 and not bucket.dirty:
+        if self.decay != 1:
             # The decayed start goes into the pending half, so that the old bytes stay for a rollback.
             torch.mul(bucket.value, self.decay, out=bucket.pending)
             bucket.dirty = True
@@ -100,7 +116,7 @@ class ErrorFeedback:
     def _place(
         self,
         buckets: dict[Layout, _Bucket],
-        unplaced: dict[str, list[tuple[int, Tensor]]],
+        unplaced: Pieces,
         layout: Layout,
         start: int,
         stop: int,
@@ -108,22 +124,32 @@ class ErrorFeedback:
         """Make the buffer of a new layout and move in what is known about its parameters."""
         names = {name for name, _ in layout}
         for key in [key for key in buckets if names & {name for name, _ in key}]:
-            for name, offset, piece in buckets.pop(key).pieces():
-                unplaced.setdefault(name, []).append((offset, piece))
+            for name, piece in buckets.pop(key).pieces():
+                unplaced.setdefault(name, []).append(piece)
         value = torch.zeros(stop - start)
         bucket = _Bucket(layout, start, stop, value, torch.zeros(stop - start) if self.reversible else value)
-        sizes, targets = dict(layout), {(name, offset): piece for name, offset, piece in bucket.pieces()}
+        for name, target in bucket.pieces():
+            for piece in unplaced.get(name, []):
+                self._move(name, piece, target)
         for name in names & unplaced.keys():
-            for offset, piece in unplaced.pop(name):
-                if offset + piece.numel() > sizes[name]:
-                    self.num_dropped += 1
-                    continue
-                for (target_name, begin), target in targets.items():
-                    low, high = max(offset, begin), min(offset + piece.numel(), begin + target.numel())
-                    if target_name == name and low < high:
-                        target[low - begin : high - begin] = piece[low - offset : high - offset]
+            del unplaced[name]
         buckets[layout] = bucket
         return bucket
+
+    def _move(self, name: str, piece: Piece, target: Piece) -> None:
+        """Copy what two parts of one parameter have in common."""
+        if piece.numel != target.numel:
+            self.num_dropped += 1
+            logger.warning(
+                "residual of %s dropped: it has %d elements, the parameter %d", name, piece.numel, target.numel
+            )
+            return
+        low = max(piece.offset, target.offset)
+        high = min(piece.offset + len(piece.values), target.offset + len(target.values))
+        if low < high:
+            target.values[low - target.offset : high - target.offset] = piece.values[
+                low - piece.offset : high - piece.offset
+            ]
 
     def commit(self) -> None:
         """The step counts: pending residuals become the residuals."""
@@ -144,8 +170,8 @@ class ErrorFeedback:
         for bucket in self._all():
             bucket.value *= factor
         for pieces in (*self.unplaced.values(), *self.unplaced_owned.values()):
-            for _, piece in pieces:
-                piece *= factor
+            for piece in pieces:
+                piece.values.mul_(factor)
 
     def reset(self) -> None:
         """Forget all residuals."""
@@ -154,7 +180,7 @@ class ErrorFeedback:
 
     def norm(self) -> float:
         """2-norm of this rank's residuals; above ten times the gradient's and growing, the codec is too coarse."""
-        return sum(float(torch.linalg.vector_norm(b.value)) ** 2 for b in self.buckets.values()) ** 0.5
+        return math.hypot(*(float(torch.linalg.vector_norm(b.value)) for b in self.buckets.values()))
 
     @property
     def num_bytes(self) -> int:
@@ -165,7 +191,7 @@ class ErrorFeedback:
         return [*self.buckets.values(), *self.owned.values()]
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals by parameter name, as (offset, values) pieces. Independent of buckets and groups."""
+        """This rank's residuals: lists of (offset, numel, values) by parameter name, free of buckets and groups."""
         return {
             "residuals": _collect(self.buckets, self.unplaced),
             "owner_residuals": _collect(self.owned, self.unplaced_owned),
@@ -176,19 +202,22 @@ class ErrorFeedback:
         self.reset()
         for target, key in ((self.unplaced, "residuals"), (self.unplaced_owned, "owner_residuals")):
             for name, pieces in state.get(key, {}).items():
-                target[name] = [(int(offset), values.clone()) for offset, values in pieces]
+                target[name] = _copied(pieces)
 
 
-def _collect(
-    buckets: Mapping[Layout, _Bucket], unplaced: Mapping[str, list[tuple[int, Tensor]]]
-) -> dict[str, list[tuple[int, Tensor]]]:
-    state: dict[str, list[tuple[int, Tensor]]] = {}
+def _copied(pieces: Iterable[tuple[int, int, Tensor]]) -> list[Piece]:
+    copies = [Piece(int(offset), int(numel), values.clone()) for offset, numel, values in pieces]
+    return sorted(copies, key=lambda piece: piece.offset)
+
+
+def _collect(buckets: Mapping[Layout, _Bucket], unplaced: Pieces) -> Pieces:
+    state: Pieces = {}
     for bucket in buckets.values():
-        for name, offset, piece in bucket.pieces():
-            state.setdefault(name, []).append((offset, piece.clone()))
+        for name, piece in bucket.pieces():
+            state.setdefault(name, []).append(piece)
     for name, pieces in unplaced.items():
-        state.setdefault(name, []).extend((offset, values.clone()) for offset, values in pieces)
-    return {name: sorted(pieces, key=lambda piece: piece[0]) for name, pieces in state.items()}
+        state.setdefault(name, []).extend(pieces)
+    return {name: _copied(pieces) for name, pieces in state.items()}
 
 
 def reshard(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -197,19 +226,13 @@ def reshard(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     The residual of each parameter is the mean of the old ones, which keeps the mean contribution exactly; the owner
     residuals are put together, and each new rank cuts its own chunk from them on first use.
     """
-    residuals: dict[str, list[tuple[int, Tensor]]] = {}
-    owned: dict[str, list[tuple[int, Tensor]]] = {}
+    residuals, owned = {}, {}
     for name in sorted({name for state in states for name in state["residuals"]}):
-        length = max(o + v.numel() for state in states for o, v in state["residuals"].get(name, []))
-        total = torch.zeros(length, dtype=torch.float64)
-        for state in states:
-            for offset, values in state["residuals"].get(name, []):
-                total[offset : offset + values.numel()] += values
-        residuals[name] = [(0, (total / len(states)).float())]
-    for state in states:
-        for name, pieces in state["owner_residuals"].items():
-            owned.setdefault(name, []).extend((offset, values.clone()) for offset, values in pieces)
-    return {
-        "residuals": residuals,
-        "owner_residuals": {name: sorted(pieces, key=lambda piece: piece[0]) for name, pieces in owned.items()},
-    }
+        pieces = [Piece(*piece) for state in states for piece in state["residuals"].get(name, [])]
+        total = torch.zeros(pieces[0].numel, dtype=torch.float64)
+        for piece in pieces:
+            total[piece.offset : piece.offset + len(piece.values)] += piece.values
+        residuals[name] = [Piece(0, len(total), (total / len(states)).float())]
+    for name in sorted({name for state in states for name in state["owner_residuals"]}):
+        owned[name] = _copied(piece for state in states for piece in state["owner_residuals"].get(name, []))
+    return {"residuals": residuals, "owner_residuals": owned}
