@@ -6,11 +6,10 @@ rows, or by rows where there are fewer columns than ranks. Rank l of every node 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from math import gcd
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,64 +17,16 @@ from torch import Tensor
 
 from collectives.kernels.idsets import decode_bitmap, encode_bitmap, union_ids
 from collectives.kernels.rows import as_rows, gather_rows
-from collectives.sparse.baselines import cut_evenly, two_shot_all_reduce
+from collectives.sparse.baselines import cut_evenly
 from collectives.sparse.columns import ColumnSplit, in_rank_order, peers_in_rank_order
 from collectives.sparse.rows import Op, Scheme, SparseRows
 from collectives.sparse.workspace import METADATA, Workspace
 from collectives.sparse.zen import ZEN_ROWS
-from collectives.transport import Exchange, Parcel, Transport, all_gather_records, others
+from collectives.subgroup import SubTransport
+from collectives.transport import Parcel, Transport, all_gather_records, others
 
 NODE_PUSH, NODE_PULL = "node_push", "node_pull"
 """Phases on the links inside a node."""
-
-
-class Subgroup:
-    """Some ranks of a transport as a transport of their own. All subgroups make their calls in step."""
-
-    def __init__(self, parent: Transport, members: Sequence[int]):
-        self.parent, self.members = parent, list(members)
-        self.rank, self.size, self.timeout_s = self.members.index(parent.rank), len(self.members), parent.timeout_s
-        self.traffic = parent.traffic
-        Workspace.share(self, parent)
-
-    @property
-    def device(self) -> torch.device:
-        """See `Transport`."""
-        return self.parent.device
-
-    def exchange(self, phase: str, recvs: Sequence[Parcel]) -> Exchange:
-        """See `Transport`."""
-        mapped = [Parcel(self.members[parcel.peer], parcel.data) for parcel in recvs]
-        return _SubgroupExchange(self.parent.exchange(phase, mapped), self.members)
-
-    def all_reduce(self, phase: str, data: Tensor) -> None:
-        """See `Transport`."""
-        two_shot_all_reduce(self, phase, data.view(-1))
-
-    def abort(self) -> None:
-        """See `Transport`."""
-        self.parent.abort()
-
-
-class _SubgroupExchange:
-    def __init__(self, exchange: Exchange, members: list[int]):
-        self._exchange, self._members = exchange, members
-
-    def send(self, peer: int, data: Tensor) -> None:
-        self._exchange.send(self._members[peer], data)
-
-    def arrivals(self) -> Iterator[Parcel]:
-        for parcel in self._exchange.arrivals():
-            yield Parcel(self._members.index(parcel.peer), parcel.data)
-
-    def __enter__(self) -> Self:
-        self._exchange.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._exchange.__exit__(kind, error, trace)
 
 
 class Shard(NamedTuple):
@@ -109,8 +60,10 @@ class TwoLevel:
         per_node = gcd(self.node_size, transport.size)
         local = transport.rank % per_node
         first = transport.rank - local
-        node = Subgroup(transport, range(first, first + per_node))
-        peers = Subgroup(transport, range(local, transport.size, per_node))
+        node = SubTransport(transport, range(first, first + per_node))
+        peers = SubTransport(transport, range(local, transport.size, per_node))
+        for part in (node, peers):
+            Workspace.share(part, transport)
         parts = shards(rows.num_rows, rows.width, per_node)
         mine = _reduce_shard(rows, parts, node)
         mine = _between_nodes(rows.width, per_node).all_reduce(mine, peers, "sum")
