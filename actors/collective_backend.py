@@ -23,7 +23,7 @@ from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from ray.util.collective.types import ReduceOp
 from torch import Tensor
 
-from actors.rendezvous import meet, node_address, pin_gloo_to
+from actors.rendezvous import group_timeout, meet, node_address, pin_gloo_to
 from collectives.errors import CollectiveTimeout, ConfigError, PeerLost
 from collectives.kernels.rows import nonzero_rows
 from collectives.sparse.all_reduce import sparse_all_reduce
@@ -62,7 +62,7 @@ class ZenrayGroup(BaseGroup):
 
     def __init__(self, world_size: int, rank: int, group_name: str):
         super().__init__(world_size, rank, group_name)
-        timeout = timedelta(seconds=self.timeout_s)
+        timeout = group_timeout(self.timeout_s)
         pin_gloo_to(node_address())
         if not dist.is_initialized():
             store = meet(group_name, rank, world_size, self.timeout_s)

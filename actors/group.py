@@ -71,14 +71,23 @@ class Failure:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that explains the others: a lost worker, then a rank's own error, then what collectives report."""
+    """The failure that explains the others: a lost worker, then a rank's own error, then what collectives report.
 
-    def order(failure: Failure) -> tuple[int, float]:
-        ranking = (WorkerLost, CollectiveMismatch, CollectiveTimeout, CollectiveError)
-        if not isinstance(failure.error, ranking):
-            return (1, failure.after_s)
-        weight = next(i for i, kind in enumerate(ranking) if isinstance(failure.error, kind))
-        return (0 if weight == 0 else weight + 1, failure.after_s)
+    Of several time-outs the one that blames fewest ranks which themselves reported: those are alive, only late.
+    """
+    reported = {failure.rank for failure in failures}
+
+    def order(failure: Failure) -> tuple[int, int, float]:
+        error, wrongly_blamed = failure.error, 0
+        if isinstance(error, WorkerLost):
+            weight = 0
+        elif isinstance(error, CollectiveMismatch):
+            weight = 2
+        elif isinstance(error, CollectiveTimeout):
+            weight, wrongly_blamed = 3, len(reported & set(error.missing))
+        else:
+            weight = 4 if isinstance(error, CollectiveError) else 1
+        return (weight, wrongly_blamed, failure.after_s)
 
     return min(failures, key=order)
 

@@ -44,6 +44,14 @@ def pin_gloo_to(address: str) -> None:
     raise WorkerError(f"no network interface of this host carries {address}; set GLOO_SOCKET_IFNAME")
 
 
+def group_timeout(timeout_s: float) -> timedelta:
+    """The limit to give a torch process group below a transport with `timeout_s`.
+
+    It comes second: Gloo's own limit closes all connections at once, before ranks can say whom they waited for.
+    """
+    return timedelta(seconds=timeout_s + 5.0)
+
+
 def open_store(size: int, timeout_s: float) -> TCPStore:
     """Open the store of `size` ranks on this node, on a free port; `.host` and `.port` are what the others need."""
     return TCPStore(

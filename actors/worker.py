@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from actors.errors import WorkerError
-from actors.rendezvous import connect_store, node_address, open_store, pin_gloo_to
+from actors.rendezvous import connect_store, group_timeout, node_address, open_store, pin_gloo_to
 from collectives.torch_transport import TorchTransport
 from collectives.transport import Transport
 from placement.inventory import Place, Seat
@@ -110,7 +110,7 @@ class GpuWorker:
             store=PrefixStore(f"{self.run_id}/e{self.epoch}", self.store),
             rank=place.rank,
             world_size=place.size,
-            timeout=timedelta(seconds=collective_timeout_s),
+            timeout=group_timeout(collective_timeout_s),
         )
         self.transport = TorchTransport(timeout_s=collective_timeout_s)
         self.place = place

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Self
 
 import psutil
 import ray
-from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from collectives.errors import ConfigError, ZenrayError
 
@@ -70,7 +70,6 @@ def connect(
             f"RAY_ADDRESS={address} is Ray Client, which breaks on version differences and reconnects. Submit the job "
             f"instead: ray job submit --working-dir . -- python -m jobs.NAME ..."
         )
-    AuthenticationTokenLoader.instance().reset_cache()  # the token of an earlier cluster of this process
     with _joined(address) if address else _started(num_cpus, dashboard) as cluster:
         wait_for_nodes(num_nodes, timeout_s=timeout_s)
         yield cluster
@@ -93,7 +92,8 @@ def wait_for_nodes(num_nodes: int, *, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _joined(address: str) -> Iterator[Cluster]:
-    context = ray.init(address=address, log_to_driver=True)
+    _reread_auth()
+    context = ray.init(address=address)
     try:
         yield Cluster(address, context.dashboard_url or "", {"RAY_ADDRESS": address})
     finally:
@@ -107,14 +107,14 @@ def _started(num_cpus: int | None, dashboard: bool) -> Iterator[Cluster]:
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     settings = {
+        "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
-        # The variable is left to Ray: set here it would come too late for a Ray that is imported already.
-        "RAY_AUTH_MODE": None,
     }
     with _environment(settings):
+        _reread_auth()
         try:
             context = ray.init(
                 address="local",
@@ -126,8 +126,8 @@ def _started(num_cpus: int | None, dashboard: bool) -> Iterator[Cluster]:
                 _temp_dir=str(folder / "ray"),
             )
             address = ray.get_runtime_context().gcs_address
-            env = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-            yield Cluster(address, context.dashboard_url or "", env)
+            auth = {name: settings[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
+            yield Cluster(address, context.dashboard_url or "", {"RAY_ADDRESS": address, **auth})
         finally:
             started = _descendants(str(folder))
             ray.shutdown()
@@ -136,22 +136,22 @@ def _started(num_cpus: int | None, dashboard: bool) -> Iterator[Cluster]:
 
 
 @contextlib.contextmanager
-def _environment(settings: Mapping[str, str | None]) -> Iterator[None]:
-    """Set (or with None remove) environment variables, and put back what was there."""
-    before = {name: os.environ.get(name) for name in settings}
-    _apply(settings)
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, and put back what was there."""
+    before = {name: os.environ[name] for name in settings if name in os.environ}
+    os.environ.update(settings)
     try:
         yield
     finally:
-        _apply(before)
+        for name in settings:
+            del os.environ[name]
+        os.environ.update(before)
 
 
-def _apply(settings: Mapping[str, str | None]) -> None:
-    for name, value in settings.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+def _reread_auth() -> None:
+    """Ray reads its mode at import and the token at first use; let it see what the environment says now."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _descendants(marker: str) -> list[psutil.Process]:
