@@ -124,6 +124,7 @@ class SyncHook:
         self._seen: set[str] = set()
         self._checked_at = 0
         handles = _define_missing_gradients(model, self.parameters)
+        handles.append(model.register_forward_pre_hook(lambda _, __: self._require_health()))
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if own_group is not None:
@@ -136,9 +137,9 @@ class SyncHook:
 
     def start(self, bucket: GradBucket) -> Future[Tensor]:
         """Queue one bucket; its collectives run in order behind those of earlier buckets."""
-        if self.error is not None or not self._stop.alive:
-            cause = f"failed earlier: {self.error}" if self.error else "was closed"
-            raise CollectiveError(f"rank {self.transport.rank}: the gradient synchroniser {cause}")
+        self._require_health()
+        if not self._stop.alive:
+            raise CollectiveError(f"rank {self.transport.rank}: the gradient synchroniser was closed")
         self._check_replicas_if_due()
         buffer = bucket.buffer()
         names = tuple(self._names[p] for p in bucket.parameters())
@@ -151,6 +152,14 @@ class SyncHook:
         Variable._execution_engine.queue_callback(lambda: self._finish(work))
         self._submit(lambda: self._run(work))
         return work.future
+
+    def _require_health(self) -> None:
+        """Raise after a failure: DDP has not finished its backward pass and would stop with an internal error."""
+        if self.error is not None and torch.is_grad_enabled():
+            raise CollectiveError(
+                f"rank {self.transport.rank}: the gradient synchroniser failed earlier: {self.error}. Rebuild the "
+                f"group and the model from the last checkpoint."
+            )
 
     def _submit(self, job: Callable[[], None]) -> None:
         if self._thread is None:
