@@ -16,6 +16,7 @@ closes the connections). Live ranks give up at about the same time and say so; t
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -41,12 +42,18 @@ _UNKNOWN = -1
 
 
 class GlooWatch:
-    """Deadlines and failures of one rank of a Gloo group. See the module's text."""
+    """Deadlines and failures of one rank of a Gloo group; one per group and process, whoever uses it. See `of`.
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float):
-        self.group, self.timeout_s = group, timeout_s
+    It must outlive the transports: a farewell that met an abandoned receive would stall its connection. So it lives as
+    long as the group, which it refers to weakly. Waits of one group must not run in two threads at once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group_reference = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.peers = [peer for peer in range(self.size) if peer != self.rank]
+        self.num_exchanges = 0
+        self.shortest_timeout_s = math.inf
         self.deadline: float | None = None
         self.awaited = _UNKNOWN
         self.gave_up = False
@@ -57,19 +64,38 @@ class GlooWatch:
         for peer in self.peers:
             words = torch.empty(2, dtype=torch.int64)
             self.farewells[peer] = (words, post_recv(group, peer, words, _FAREWELL))
-        closed = threading.Event()
-        weakref.finalize(self, closed.set)
+        self.wake = threading.Event()
         if self.peers:
-            threading.Thread(
-                target=_watch, args=(weakref.ref(self), closed, timeout_s), name="gloo-watch", daemon=True
-            ).start()
+            weakref.finalize(self, self.wake.set)
+            thread = threading.Thread(
+                target=_watch, args=(weakref.ref(self), self.wake), name="gloo-watch", daemon=True
+            )
+            thread.start()
 
-    def wait(self, work: dist.Work, awaited: int = _UNKNOWN) -> None:
+    @staticmethod
+    def of(group: dist.ProcessGroup, timeout_s: float) -> GlooWatch:
+        """The watch of this group, made at first use. timeout_s: the shortest deadline the caller will wait for."""
+        watch = _watches.get(group)
+        if watch is None:
+            watch = _watches[group] = GlooWatch(group)
+        if timeout_s < watch.shortest_timeout_s:
+            watch.shortest_timeout_s = timeout_s
+            watch.wake.set()
+        return watch
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group; whoever calls the watch holds it."""
+        group = self.group_reference()
+        assert group is not None
+        return group
+
+    def wait(self, work: dist.Work, timeout_s: float, awaited: int = _UNKNOWN) -> None:
         """Wait for `work`, which depends on rank `awaited`. RuntimeError at the latest GRACE_S after the deadline."""
         self.awaited = awaited
-        self.deadline = deadline = time.monotonic() + self.timeout_s
+        self.deadline = deadline = time.monotonic() + timeout_s
         try:
-            work.wait(timedelta(seconds=self.timeout_s + GRACE_S))
+            work.wait(timedelta(seconds=timeout_s + GRACE_S))
         except RuntimeError:
             self.gave_up = time.monotonic() >= deadline
             raise
@@ -84,7 +110,9 @@ class GlooWatch:
             return False
         return True
 
-    def diagnose(self, phase: str, awaited: Sequence[int], num_bytes: int, error: RuntimeError) -> CollectiveError:
+    def diagnose(
+        self, phase: str, awaited: Sequence[int], num_bytes: int, timeout_s: float, error: RuntimeError
+    ) -> CollectiveError:
         """The error to raise when waiting for the ranks `awaited` ended in `error`; leaves the group torn down.
 
         awaited is empty where any rank may be the cause. num_bytes: still outstanding in this phase.
@@ -93,7 +121,7 @@ class GlooWatch:
         if self.broken is not None:
             return CollectiveError(f"rank {self.rank}: phase '{phase}' was ended: {self.broken}")
         if self.gave_up:
-            return self._timed_out(phase, awaited, num_bytes)
+            return self._timed_out(phase, awaited, num_bytes, timeout_s)
         closed = [peer for peer in self.peers if self._is_closed(peer)]
         at_fault = [peer for peer in closed if self._hear(peer) is None]
         at_fault += [words[1] for peer in closed if (words := self._hear(peer)) and words[0] == _AT_FAULT]
@@ -103,7 +131,7 @@ class GlooWatch:
                 f"rank {self.rank}: phase '{phase}' with {num_bytes} bytes outstanding failed: {text}"
             )
         if not at_fault:
-            return self._timed_out(phase, closed, num_bytes)
+            return self._timed_out(phase, closed, num_bytes, timeout_s)
         peer = at_fault[0]
         if self._hear(peer) is None:
             cause = "its connection closed" if peer in closed else f"reported by rank {closed[0]}"
@@ -112,7 +140,7 @@ class GlooWatch:
         self.tear_down(f"rank {peer} was lost in phase '{phase}'", at_fault=peer)
         return PeerLost(rank=self.rank, phase=phase, peer=peer, expected_bytes=num_bytes, cause=cause)
 
-    def _timed_out(self, phase: str, awaited: Sequence[int], num_bytes: int) -> CollectiveError:
+    def _timed_out(self, phase: str, awaited: Sequence[int], num_bytes: int, timeout_s: float) -> CollectiveError:
         self.say_farewell(_GAVE_UP, self.awaited)
         silent = [peer for peer in self.peers if self._hear(peer) is None]
         missing = [peer for peer in awaited if peer in silent]
@@ -124,11 +152,11 @@ class GlooWatch:
         if missing:
             self.tear_down(f"rank(s) {missing} did not answer in phase '{phase}'")
             return CollectiveTimeout(
-                rank=self.rank, phase=phase, missing=missing, expected_bytes=num_bytes, timeout_s=self.timeout_s
+                rank=self.rank, phase=phase, missing=missing, expected_bytes=num_bytes, timeout_s=timeout_s
             )
         self.tear_down(f"the ranks wait for each other in phase '{phase}'")
         return CollectiveMismatch(
-            f"rank {self.rank}: nothing moved in phase '{phase}' for {self.timeout_s:g} s although all ranks concerned "
+            f"rank {self.rank}: nothing moved in phase '{phase}' for {timeout_s:g} s although all ranks concerned "
             f"are alive ({num_bytes} bytes outstanding with rank(s) {', '.join(map(str, awaited)) or 'unknown'}). The "
             f"ranks disagree about sizes or about the order of their calls."
         )
@@ -190,19 +218,24 @@ class GlooWatch:
                 continue
 
 
-def _watch(reference: weakref.ref[GlooWatch], closed: threading.Event, timeout_s: float) -> None:
-    """Say farewell for a wait whose deadline has passed. Never late: a wait that starts now ends after timeout_s."""
-    sleep_s = timeout_s
-    while not closed.wait(sleep_s):
-        watch = reference()
-        if watch is None or watch.broken is not None:
-            return
+_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, GlooWatch] = weakref.WeakKeyDictionary()
+
+
+def _watch(reference: weakref.ref[GlooWatch], wake: threading.Event) -> None:
+    """Say farewell for a wait whose deadline has passed.
+
+    Sleeps for the shortest time limit when nothing waits: a wait that starts meanwhile cannot end before that.
+    """
+    while (watch := reference()) is not None and watch.broken is None:
         deadline = watch.deadline
-        sleep_s = timeout_s if deadline is None else deadline - time.monotonic()
+        sleep_s = watch.shortest_timeout_s if deadline is None else deadline - time.monotonic()
         if sleep_s <= 0:
             watch.say_farewell(_GAVE_UP, watch.awaited)
             return
+        sleep_s = min(sleep_s, watch.shortest_timeout_s, threading.TIMEOUT_MAX)
         del watch
+        wake.wait(sleep_s)
+        wake.clear()
 
 
 def post_send(group: dist.ProcessGroup, peer: int, data: Tensor, tag: int) -> dist.Work:

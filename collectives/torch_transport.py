@@ -58,12 +58,11 @@ class TorchTransport:
         self.group, self.timeout_s = group, timeout_s
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.traffic = Traffic(self.size)
-        self.num_exchanges = 0
         backends = dist.get_backend_config(group)
         self.on_nccl = "nccl" in backends and torch.cuda.is_available()
         if not self.on_nccl and "gloo" not in backends:
             raise CollectiveError(f"a group with backend '{backends}' is not supported; use gloo or nccl")
-        self.watch = None if self.on_nccl else GlooWatch(group, timeout_s)
+        self.watch = None if self.on_nccl else GlooWatch.of(group, timeout_s)
         self.aborted: str | None = None
 
     @property
@@ -72,10 +71,10 @@ class TorchTransport:
 
     def exchange(self, phase: str, recvs: Sequence[Parcel]) -> Exchange:
         self._refuse_if_broken(phase)
-        self.num_exchanges += 1
         if self.watch is None:
             return NcclExchange(self, phase, recvs)
-        return GlooExchange(self, self.watch, phase, recvs, self.num_exchanges)
+        self.watch.num_exchanges += 1
+        return GlooExchange(self, self.watch, phase, recvs)
 
     def all_reduce(self, phase: str, data: Tensor) -> None:
         self._refuse_if_broken(phase)
@@ -86,13 +85,13 @@ class TorchTransport:
             if self.watch is None:
                 work.wait()
             else:
-                self.watch.wait(work)
+                self.watch.wait(work, self.timeout_s)
         except RuntimeError as error:
             if self.watch is None:
                 raise CollectiveError(
                     f"rank {self.rank}: all-reduce of {data.nbytes} bytes in phase '{phase}'"
                 ) from error
-            raise self.watch.diagnose(phase, [], data.nbytes, error) from error
+            raise self.watch.diagnose(phase, [], data.nbytes, self.timeout_s, error) from error
 
     def abort(self) -> None:
         reason = f"rank {self.rank} aborted"
@@ -134,10 +133,8 @@ class TorchTransport:
 class GlooExchange:
     """See `Exchange`. Each Work is waited for exactly once."""
 
-    def __init__(
-        self, transport: TorchTransport, watch: GlooWatch, phase: str, recvs: Sequence[Parcel], exchange_number: int
-    ):
-        self.transport, self.watch, self.phase, self.exchange_number = transport, watch, phase, exchange_number
+    def __init__(self, transport: TorchTransport, watch: GlooWatch, phase: str, recvs: Sequence[Parcel]):
+        self.transport, self.watch, self.phase, self.number = transport, watch, phase, watch.num_exchanges
         self.num_sent: dict[int, int] = {}
         self.sending: list[tuple[Parcel, dist.Work]] = []
         self.receiving: list[tuple[Parcel, dist.Work | None]] = []
@@ -150,11 +147,11 @@ class GlooExchange:
     def _post(self, parcel: Parcel, ordinal: int) -> dist.Work:
         num_bytes = parcel.data.nbytes
         self.transport.count(self.phase, parcel.peer, received_bytes=num_bytes)
-        tag = parcel_tag(self.exchange_number, ordinal, num_bytes)
+        tag = parcel_tag(self.number, ordinal, num_bytes)
         try:
             return post_recv(self.transport.group, parcel.peer, as_bytes(parcel.data), tag)
         except RuntimeError as error:
-            raise self.watch.diagnose(self.phase, [parcel.peer], num_bytes, error) from error
+            raise self._failure([parcel.peer], num_bytes, error) from error
 
     def send(self, peer: int, data: Tensor) -> None:
         assert peer != self.transport.rank
@@ -162,11 +159,11 @@ class GlooExchange:
         if data.nbytes == 0:
             return
         self.transport.count(self.phase, peer, sent_bytes=data.nbytes)
-        tag = parcel_tag(self.exchange_number, ordinal, data.nbytes)
+        tag = parcel_tag(self.number, ordinal, data.nbytes)
         try:
             work = post_send(self.transport.group, peer, as_bytes(data), tag)
         except RuntimeError as error:
-            raise self.watch.diagnose(self.phase, [peer], data.nbytes, error) from error
+            raise self._failure([peer], data.nbytes, error) from error
         self.sending.append((Parcel(peer, data), work))
 
     def arrivals(self) -> Iterator[Parcel]:
@@ -178,12 +175,15 @@ class GlooExchange:
 
     def _wait(self, parcel: Parcel, work: dist.Work, later: Sequence[tuple[Parcel, dist.Work | None]]) -> None:
         try:
-            self.watch.wait(work, parcel.peer)
+            self.watch.wait(work, self.transport.timeout_s, parcel.peer)
         except RuntimeError as error:
             open_parcels = [parcel, *(p for p, w in later if w is not None and not self._is_done(w))]
             awaited = list(dict.fromkeys(p.peer for p in open_parcels))
             num_bytes = sum(p.data.nbytes for p in open_parcels)
-            raise self.watch.diagnose(self.phase, awaited, num_bytes, error) from error
+            raise self._failure(awaited, num_bytes, error) from error
+
+    def _failure(self, awaited: Sequence[int], num_bytes: int, error: RuntimeError) -> CollectiveError:
+        return self.watch.diagnose(self.phase, awaited, num_bytes, self.transport.timeout_s, error)
 
     def _is_done(self, work: dist.Work) -> bool:
         """Only asked once the connections are closed: asking closes them, and `diagnose` must see which peer did."""
