@@ -67,7 +67,7 @@ def attach(
     timeout_s bounds every wait for a peer. Raises ConfigError if a hook is attached already.
     """
     if hook_of(model) is not None:
-        raise ConfigError("this model has a synchroniser already; change its policy instead of attaching a second one")
+        raise ConfigError("this model has a synchroniser already; set hook_of(model).policy to change what it does")
     device = next(p.device for p in model.parameters())
     own_group = _gloo_group_like(model.process_group, timeout_s) if device.type == "cpu" else None
     transport = TorchTransport(own_group or model.process_group, timeout_s=timeout_s)
@@ -111,7 +111,7 @@ class SyncHook:
         transport: Transport,
         own_group: dist.ProcessGroup | None,
     ):
-        self.policy, self.transport = policy, transport
+        self.transport = transport
         ignored = set(model.parameters_to_ignore)
         self.parameters: dict[str, nn.Parameter] = {
             name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored
@@ -227,6 +227,15 @@ class SyncHook:
                 self._fail(error, f"after {self.num_backwards} steps")
 
     # --- for the user ---
+
+    @property
+    def policy(self) -> SyncPolicy:
+        """What the hook may do. Set it on all ranks alike, between two steps."""
+        return self._reducer.policy
+
+    @policy.setter
+    def policy(self, policy: SyncPolicy | str | Mapping[str, str]) -> None:
+        self._reducer.policy = SyncPolicy.of(policy)
 
     def records(self) -> list[CallRecord]:
         """Predicted and observed bytes and seconds of every reduction of a sparse tensor; not during backward."""

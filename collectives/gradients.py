@@ -142,7 +142,9 @@ class GradientReducer:
 
     def _is_scanned(self, place: Place, buffer: Tensor) -> bool:
         """Whether to look for zero rows in this gradient now; depends on nothing that may differ between ranks."""
-        if len(place.shape) != 2 or not place.is_contiguous or not place.shape.numel() or buffer.dtype not in DTYPES:
+        if len(place.shape) != 2 or not place.is_contiguous or not place.shape.numel():
+            return False
+        if buffer.dtype not in DTYPES or not buffer.is_cpu:
             return False
         scheme = self.policy.scheme_for(place.name, is_dense=True)
         if scheme is not None or self.policy.scheme != "auto":

@@ -46,7 +46,6 @@ class SyncPolicy:
 
     def scheme_for(self, name: str, *, is_dense: bool) -> str | None:
         """The scheme fixed for this parameter, or None where the planner chooses. "dense" stands for "off"."""
-        for pattern, scheme in self.by_name:
-            if fnmatchcase(name, pattern):
-                return {"auto": None, "off": "dense"}.get(scheme, scheme)
-        return None if is_dense or self.scheme == "auto" else self.scheme
+        general = "auto" if is_dense else self.scheme
+        wanted = next((scheme for pattern, scheme in self.by_name if fnmatchcase(name, pattern)), general)
+        return {"auto": None, "off": "dense"}.get(wanted, wanted)

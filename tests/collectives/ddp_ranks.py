@@ -308,6 +308,17 @@ def bad_inputs(transport: Transport) -> dict[str, Any]:
     return {"unsupported": unsupported, "twice": twice, "differing": differing, "after": after, "closed": closed}
 
 
+def changed_policy(transport: Transport) -> list[str]:
+    """The policy changes between two steps, behind the one hook that DDP accepts."""
+    case, model = Case(), synchronised(scheme="column")
+    for step, policy in enumerate(("column", "agsparse", "off", {"words.*": "sparcml"})):
+        attached(model).policy = policy
+        model.zero_grad()
+        model(batch(case, transport.rank, step)).backward()
+    attached(model).close()
+    return [r.scheme for r in attached(model).records() if r.tensor == "words.weight"]
+
+
 def restored_state(transport: Transport) -> dict[str, Any]:
     """The planner's state goes through JSON into a new hook, which then decides as the old one would have."""
     case, model = Case(), synchronised()
@@ -355,6 +366,7 @@ BEHAVIOURS = (
     loss_scaling,
     diverged_replicas,
     bad_inputs,
+    changed_policy,
     restored_state,
     predictions,
 )

@@ -82,6 +82,10 @@ def test_every_scheme_by_name_is_the_one_that_runs(ranks: list[dict[str, Any]]) 
         assert {record[2] for record in ranks[0][f"scheme_{scheme}"]["records"]} == {scheme}
 
 
+def test_the_policy_changes_behind_the_hook(ranks: list[dict[str, Any]]) -> None:
+    assert all(result["changed_policy"] == ["column", "agsparse", "dense", "sparcml"] for result in ranks)
+
+
 # --- user problems, by row --------------------------------------------------------------------------------------------
 
 

@@ -180,6 +180,7 @@ def test_clipping_counts_coalesced_rows_once(norm_type: float) -> None:
     [
         ("auto", None, None),
         ("column", "column", None),
+        ("off", "dense", None),
         ({"emb.*": "agsparse"}, "agsparse", "agsparse"),
         ({"emb.*": "off"}, "dense", "dense"),
         ({"emb.w*": "auto", "*": "column"}, None, None),
