@@ -8,6 +8,7 @@ Affine maps would be cheaper and are not used: strides that share factors with n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,83 +22,50 @@ from collectives.kernels.twins import finalise
 
 NUM_ROUNDS = 4
 
-_MASK32, _C1, _C2 = np.uint64(0xFFFFFFFF), np.uint64(0x85EBCA6B), np.uint64(0xC2B2AE35)
-_S13, _S16 = np.uint64(13), np.uint64(16)
+_C1, _C2, _S13, _S16 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35), np.uint32(13), np.uint32(16)
 
 
 @njit(nogil=True, cache=True)
 def _mix(half: Scalar, key: Scalar) -> Scalar:
-    h = half ^ key
-    h ^= h >> _S16
-    h = (h * _C1) & _MASK32
-    h ^= h >> _S13
-    h = (h * _C2) & _MASK32
-    return h ^ (h >> _S16)
+    h = np.uint32(half ^ key)
+    h = np.uint32(h ^ np.uint32(h >> _S16))
+    h = np.uint32(h * _C1)
+    h = np.uint32(h ^ np.uint32(h >> _S13))
+    h = np.uint32(h * _C2)
+    return np.uint32(h ^ np.uint32(h >> _S16))
 
 
 @njit(nogil=True, cache=True)
-def _permute(
-    x: Scalar, num_positions: Scalar, low_bits: Scalar, high_mask: Scalar, low_mask: Scalar, keys: Array
-) -> Scalar:
-    while True:
-        high, low = x >> low_bits, x & low_mask
-        high ^= _mix(low, keys[0]) & high_mask
-        low ^= _mix(high, keys[1]) & low_mask
-        high ^= _mix(low, keys[2]) & high_mask
-        low ^= _mix(high, keys[3]) & low_mask
-        x = (high << low_bits) | low
-        if x < num_positions:
-            return x
+def _permute(x: Array, low_bits: Scalar, high_mask: Scalar, low_mask: Scalar, keys: Array) -> None:
+    """One evaluation in place. Both this and `_invert` stay one straight line over uint32 halves, so they vectorise."""
+    key0, key1, key2, key3 = keys[0], keys[1], keys[2], keys[3]
+    for i in range(x.shape[0]):
+        high, low = np.uint32(x[i] >> low_bits), np.uint32(np.uint32(x[i]) & low_mask)
+        high = np.uint32(high ^ np.uint32(_mix(low, key0) & high_mask))
+        low = np.uint32(low ^ np.uint32(_mix(high, key1) & low_mask))
+        high = np.uint32(high ^ np.uint32(_mix(low, key2) & high_mask))
+        low = np.uint32(low ^ np.uint32(_mix(high, key3) & low_mask))
+        x[i] = (np.uint64(high) << low_bits) | np.uint64(low)
 
 
 @njit(nogil=True, cache=True)
-def _invert(
-    y: Scalar, num_positions: Scalar, low_bits: Scalar, high_mask: Scalar, low_mask: Scalar, keys: Array
-) -> Scalar:
-    while True:
-        high, low = y >> low_bits, y & low_mask
-        low ^= _mix(high, keys[3]) & low_mask
-        high ^= _mix(low, keys[2]) & high_mask
-        low ^= _mix(high, keys[1]) & low_mask
-        high ^= _mix(low, keys[0]) & high_mask
-        y = (high << low_bits) | low
-        if y < num_positions:
-            return y
+def _invert(y: Array, low_bits: Scalar, high_mask: Scalar, low_mask: Scalar, keys: Array) -> None:
+    key0, key1, key2, key3 = keys[0], keys[1], keys[2], keys[3]
+    for i in range(y.shape[0]):
+        high, low = np.uint32(y[i] >> low_bits), np.uint32(np.uint32(y[i]) & low_mask)
+        low = np.uint32(low ^ np.uint32(_mix(high, key3) & low_mask))
+        high = np.uint32(high ^ np.uint32(_mix(low, key2) & high_mask))
+        low = np.uint32(low ^ np.uint32(_mix(high, key1) & low_mask))
+        high = np.uint32(high ^ np.uint32(_mix(low, key0) & high_mask))
+        y[i] = (np.uint64(high) << low_bits) | np.uint64(low)
 
 
 @njit(nogil=True, cache=True)
-def _owner_slot(
-    ids: Array,
-    n: Scalar,
-    num: Scalar,
-    low_bits: Scalar,
-    high: Scalar,
-    low: Scalar,
-    keys: Array,
-    owners: Array,
-    slots: Array,
-) -> None:
-    for i in range(ids.shape[0]):
-        image = _permute(np.uint64(ids[i]), num, low_bits, high, low, keys)
-        slot = image // n
-        slots[i] = np.int64(slot)
-        owners[i] = np.int32(image - slot * n)
-
-
-@njit(nogil=True, cache=True)
-def _ids_of(
-    slots: Array,
-    owner: Scalar,
-    n: Scalar,
-    num: Scalar,
-    low_bits: Scalar,
-    high: Scalar,
-    low: Scalar,
-    keys: Array,
-    ids: Array,
-) -> None:
-    for i in range(slots.shape[0]):
-        ids[i] = np.int64(_invert(np.uint64(slots[i]) * n + owner, num, low_bits, high, low, keys))
+def _split(images: Array, num_owners: Scalar, owners: Array, slots: Array) -> None:
+    for i in range(images.shape[0]):
+        slot = images[i] // num_owners
+        slots[i] = slot
+        owners[i] = images[i] - slot * num_owners
 
 
 class Owners(Protocol):
@@ -125,29 +93,40 @@ class HashedOwners:
     seed: int = 0
 
     def keys(self) -> np.ndarray:
-        """The round keys, uint64 [4] below 2**32, derived from the seed."""
+        """The round keys, uint32 [4], derived from the seed."""
         words = [(self.seed + 0x9E3779B9 * (t + 1)) & 0xFFFFFFFF for t in range(NUM_ROUNDS)]
-        return np.array([finalise(word) for word in words], np.uint64)
-
-    def _network(self) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.ndarray]:
-        bits = (self.num_positions - 1).bit_length()
-        high_bits, low_bits = bits // 2, bits - bits // 2
-        masks = np.uint64((1 << high_bits) - 1), np.uint64((1 << low_bits) - 1)
-        return np.uint64(self.num_positions), np.uint64(low_bits), *masks, self.keys()
+        return np.array([finalise(word) for word in words], np.uint32)
 
     def split(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """See `Owners`."""
+        images = self._walk(_permute, host_array(ids).astype(self._word))
         owners, slots = torch.empty(ids.numel(), dtype=torch.int32), torch.empty(ids.numel(), dtype=torch.int64)
-        _owner_slot(
-            host_array(ids), np.uint64(self.num_owners), *self._network(), host_array(owners), host_array(slots)
-        )
+        _split(images, self._word(self.num_owners), host_array(owners), host_array(slots))
         return owners, slots
 
     def join(self, owner: int, slots: Tensor) -> Tensor:
         """See `Owners`."""
-        ids = torch.empty(slots.numel(), dtype=torch.int64)
-        _ids_of(host_array(slots), np.uint64(owner), np.uint64(self.num_owners), *self._network(), host_array(ids))
-        return ids
+        images = (host_array(slots) * self.num_owners + owner).astype(self._word)
+        return torch.from_numpy(self._walk(_invert, images).astype(np.int64))
+
+    @property
+    def _word(self) -> type[np.uint32] | type[np.uint64]:
+        """32-bit words where positions fit: four times faster."""
+        return np.uint32 if self.num_positions <= 1 << 32 else np.uint64
+
+    def _walk(self, evaluate: Callable[..., None], words: Array) -> Array:
+        """Evaluate in place, and again where the result lies outside [0, N); below two evaluations on average."""
+        bits = (self.num_positions - 1).bit_length()
+        high_bits, low_bits = bits // 2, bits - bits // 2
+        network = (np.uint64(low_bits), np.uint32((1 << high_bits) - 1), np.uint32((1 << low_bits) - 1), self.keys())
+        evaluate(words, *network)
+        outside = np.flatnonzero(words >= self.num_positions)
+        while len(outside):
+            strays = words[outside]
+            evaluate(strays, *network)
+            words[outside] = strays
+            outside = outside[strays >= self.num_positions]
+        return words
 
     def num_slots(self, owner: int) -> int:
         """How many positions this owner holds: the floor or the ceiling of num_positions / num_owners."""

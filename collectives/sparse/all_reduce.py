@@ -33,7 +33,8 @@ class Stats:
     """By phase; "metadata" and "touched" are no payload."""
     received_bytes: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time: "negotiate" and "reduce" (all of the scheme), and the scheme's local work inside ("pack", ...)."""
+    """Wall time: "negotiate", "reduce" (all of the scheme), and inside that its local work: "pack", "union", "sum",
+    "assemble"."""
 
 
 @dataclass(frozen=True)

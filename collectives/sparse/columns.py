@@ -88,9 +88,9 @@ class ColumnSplit:
             with transport.exchange(PULL, [Parcel(peer, blocks[peer]) for peer in others(transport)]) as pull:
                 total = RankOrderSum(blocks[rank], work)
                 for w, values in enumerate(in_rank_order(arrivals, rows.values, transport)):
-                    with work.timed("reduce"):
+                    with work.timed("sum"):
                         total.add(positions[w], values, own.start if w == rank else 0)
-                with work.timed("reduce"):
+                with work.timed("sum"):
                     total.finish(op, transport.size)
                 for peer in others(transport):
                     pull.send(peer, blocks[rank])
@@ -138,7 +138,7 @@ class AllGatherSparse:
                 union, positions = union_ids(lists, rows.num_rows)
             total = RankOrderSum(torch.empty((len(union), rows.width), dtype=rows.values.dtype), work)
             for w, values in enumerate(in_rank_order(arrivals, rows.values, transport)):
-                with work.timed("reduce"):
+                with work.timed("sum"):
                     total.add(positions[w], values)
         return SparseRows(union, total.finish(op, transport.size), rows.num_rows)
 

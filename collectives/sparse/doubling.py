@@ -141,7 +141,7 @@ class RecursiveDoubling:
 
 def merge(first: SparseRows, second: SparseRows, op: Op, size: int, work: Workspace, name: str) -> SparseRows:
     """The sum of two sets of rows, `first` first, in the buffer `name`; for the mean also divided by `size`."""
-    with work.timed("reduce"):
+    with work.timed("sum"):
         union, positions = union_ids([first.ids, second.ids], first.num_rows)
         total = RankOrderSum(work.buffer(name, (len(union), first.width), first.values.dtype), work)
         total.add(positions[0], first.values)

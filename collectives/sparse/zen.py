@@ -107,9 +107,9 @@ class PushPull:
             with transport.exchange(PULL, [Parcel(j, blocks[j]) for j in others(transport)]) as pull:
                 total = RankOrderSum(blocks[rank], work)
                 for w, part in enumerate(in_rank_order(arrivals, packed[rank], transport)):
-                    with work.timed("reduce"):
+                    with work.timed("sum"):
                         total.add(positions[w], part)
-                with work.timed("reduce"):
+                with work.timed("sum"):
                     total.finish(op, transport.size)
                 for peer in others(transport):
                     pull.send(peer, blocks[rank])
