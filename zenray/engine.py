@@ -215,12 +215,14 @@ class Trainer:
         return {"dense all-reduce": 2 * (size - 1) * gradient_bytes // size * self.position.consumed}
 
     def finish(self) -> dict[str, Any]:
-        """Prove that all replicas are equal, evaluate, and hand over what the planner recorded; a collective call."""
+        """Prove that all replicas are equal, evaluate, hand over what the planner recorded; a collective call, the last."""
         module = self.ddp.module
         parameters = dict(module.named_parameters())
         check_replicas(parameters, self.context.transport)
         hook = hook_of(self.ddp)
         records: list[CallRecord] = hook.records() if hook is not None else []
+        if hook is not None:
+            hook.close()
         return {
             "held_out_loss": self.workload.evaluate(module) if self.context.rank == 0 else None,
             "parameters_sha256": digest_of({name: digest(p) for name, p in parameters.items()}),

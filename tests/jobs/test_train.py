@@ -1,0 +1,233 @@
+"""The main job on a real Ray cluster with two workers: records, tables, equal loss curves, resume, stop, full disk."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from collectives.errors import ConfigError
+from collectives.policy import SyncPolicy
+from jobs.job import Run
+from jobs.train import plan_of, workload_of
+from jobs.train_cluster import shapes_links
+from jobs.train_config import TrainConfig
+from jobs.workloads.stdlib_lm import StdlibLm, StdlibLmConfig
+from zenray.comparison import STEP_SCHEMA, TrainingLog
+from zenray.config import load
+from zenray.engine import CheckpointPlan, TrainPlan, Variant, train_rank
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["stdlib_lm.rows=8192", "stdlib_lm.width=16", "stdlib_lm.negatives=128", "batch=64", "lr=0.05"]
+COMMAND = [sys.executable, "-m", "jobs.train", "--out", "out", "ranks=2", "block_steps=2", "warmup_steps=2", *SMALL]
+
+
+@pytest.fixture
+def start(ray_head, tmp_path):
+    """start(*overrides) -> Popen of the job, joined to the session's cluster; ended afterwards by pid."""
+    jobs = []
+
+    def spawn(*overrides, **environment):
+        env = {**os.environ, **ray_head, "PYTHONPATH": str(ROOT), **environment}
+        for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"):
+            env.pop(name, None)
+        jobs.append(
+            subprocess.Popen(
+                [*COMMAND, *overrides],
+                cwd=tmp_path,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return jobs[-1]
+
+    yield spawn
+    for job in jobs:
+        if job.poll() is None:
+            job.kill()
+        job.communicate()
+
+
+def runs(folder):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    experiment = client.get_experiment_by_name("zenray")
+    return client, {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+
+
+def test_the_whole_job(start, tmp_path):
+    job = start("steps=8")
+    output, errors = job.communicate(timeout=200)
+    assert job.returncode == 0, errors
+    assert "times as fast as ddp_dense" in output
+    assert "mlflow ui --backend-store-uri" in output
+
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    comparison = result["metrics"]["comparison"]
+    assert comparison["loss_gap"] < 1e-4
+    assert comparison["num_pairs"] == 3
+    assert comparison["bytes_ratio"] > 2
+    assert result["metrics"]["all_reduce_probe"]["payload_bytes"] == 16 << 20
+    assert result["baseline"]["steps_per_s"] > 0
+    schemes = {row["tensor"]: row for row in result["metrics"]["schemes"]}
+    assert {"embed.weight", "output.weight"} <= set(schemes)
+    for tensor in ("embed.weight", "output.weight"):
+        assert schemes[tensor]["observed_bytes"] > 0
+
+    steps = pq.read_table(tmp_path / "out" / "steps.parquet")
+    assert steps.schema.equals(STEP_SCHEMA)
+    assert sorted(zip(steps["variant"].to_pylist(), steps["step"].to_pylist(), strict=True)) == [
+        (variant, step) for variant in ("ddp_dense", "zenray") for step in range(8)
+    ]
+    assert pq.read_table(tmp_path / "out" / "calls.parquet").num_rows >= 16
+    for name in ("loss.png", "bytes.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+    client, found = runs(tmp_path)
+    assert sorted(found) == ["ddp_dense", "train stdlib_lm", "zenray"]
+    parent = found["train stdlib_lm"]
+    assert parent.data.metrics["speedup"] == comparison["speedup"]
+    assert parent.data.metrics["bytes_ratio"] == comparison["bytes_ratio"]
+    assert {item.path for item in client.list_artifacts(parent.info.run_id)} >= {
+        *("config.json", "plan.json", "schemes.json", "steps.parquet", "loss.png", "bytes.png")
+    }
+    for name in ("zenray", "ddp_dense"):
+        assert found[name].data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert found[name].info.status == "FINISHED"
+        assert len(client.get_metric_history(found[name].info.run_id, "loss")) == 8
+
+
+def test_sigterm_closes_the_record(start, tmp_path):
+    job = start("steps=100000")
+    for line in job.stdout:
+        if "step     4" in line:
+            break
+    job.send_signal(signal.SIGTERM)
+    job.wait(timeout=30)
+    assert job.returncode == 128 + signal.SIGTERM
+    _, found = runs(tmp_path)
+    assert {run.info.status for run in found.values()} == {"KILLED"}
+    stopped_ms = max(run.info.end_time for run in found.values()) - min(run.info.end_time for run in found.values())
+    assert stopped_ms < 3000
+
+
+def test_a_bad_key_has_its_exit_code(start):
+    wrong_key = start("polcy=auto")
+    _, errors = wrong_key.communicate(timeout=60)
+    assert wrong_key.returncode == 2
+    assert "did you mean 'policy'" in errors
+
+
+# --- the engine, on one group of two workers ---------------------------------------------------------------------------
+
+WORKLOAD = StdlibLm(StdlibLmConfig(rows=4096, width=8, negatives=64), batch=32, seed=0)
+
+
+@pytest.fixture(scope="module")
+def train(ray_cluster):
+    """train(plan, workload) -> (log, results by rank), on a group that is started once."""
+    from actors.group import WorkerGroup
+
+    with WorkerGroup(2, start_timeout_s=120.0) as group:
+
+        def run(plan, workload=WORKLOAD):
+            log = TrainingLog([variant.name for variant in plan.variants])
+            results = group.run(
+                partial(train_rank, plan, workload),
+                timeout_s=120.0,
+                on_report=lambda report: log.take(report.rank, report.metrics),
+            )
+            return log, results
+
+        yield run
+
+
+def plan(steps, checkpoint=None, policy="column", baseline=False):
+    variants = [Variant("zenray", True, SyncPolicy.of(policy))]
+    variants += [Variant("ddp_dense", False, None)] if baseline else []
+    return TrainPlan(tuple(variants), steps, 1, 2, "adagrad", 0.05, "digest", checkpoint)
+
+
+def test_resumed_training_is_bit_identical(train, tmp_path):
+    _, whole = train(plan(9, baseline=True))
+    first = CheckpointPlan(tmp_path, every_steps=3, keep=2, resume=False)
+    train(plan(5, first, baseline=True))
+    log, resumed = train(plan(9, CheckpointPlan(tmp_path, every_steps=3, keep=2, resume=True), baseline=True))
+    assert log.events == ["resumed at step 5"]
+    assert [block.first_step for block in log.blocks if block.variant == "zenray"] == [5, 7]
+    for rank in range(2):
+        for variant in ("zenray", "ddp_dense"):
+            assert resumed[rank][variant]["parameters_sha256"] == whole[rank][variant]["parameters_sha256"]
+    assert resumed[0]["zenray"]["parameters_sha256"] == resumed[1]["zenray"]["parameters_sha256"]
+
+
+def test_a_disk_that_fails_turns_checkpoints_off_and_training_goes_on(train, tmp_path):
+    (tmp_path / "file").touch()
+    log, results = train(plan(5, CheckpointPlan(tmp_path / "file" / "inside", every_steps=1, keep=2, resume=False)))
+    assert len(log.losses("zenray")) == 5
+    assert [event.partition(":")[0] for event in log.events] == ["checkpoints are off from here on"] * 2
+    assert len(results) == 2
+
+
+def test_every_policy_gives_the_same_curve(train):
+    curves = {}
+    for policy in ("column", "agsparse", "dense", "off"):
+        log, _ = train(plan(5, policy=policy))
+        curves[policy] = log.losses("zenray")
+    for curve in curves.values():
+        assert curve == pytest.approx(curves["column"], rel=1e-5)
+
+
+# --- plans ---------------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_cover_all_steps_once():
+    for steps, warmup, block, done in [
+        (10, 2, 3, 0),
+        (10, 0, 4, 0),
+        (5, 4, 1, 0),
+        (9, 1, 2, 5),
+        (9, 1, 2, 6),
+        (4, 1, 9, 4),
+    ]:
+        made = TrainPlan((), steps, warmup, block, "sgd", 0.1, "").blocks(done)
+        assert [step for part in made for step in part] == list(range(done, steps))
+        assert all(part.stop <= warmup or part.start >= warmup for part in made)
+
+
+@pytest.mark.parametrize(("steps", "warmup", "block"), [(1, 1, 1), (5, -1, 1), (5, 0, 0)])
+def test_senseless_plans_are_refused(steps, warmup, block):
+    with pytest.raises(ConfigError, match="warm-up"):
+        TrainPlan((), steps, warmup, block, "sgd", 0.1, "")
+
+
+def test_resuming_with_other_settings_changes_the_digest_but_more_steps_do_not(tmp_path):
+    base = plan_of(load(TrainConfig, None, SMALL), tmp_path).config_sha256
+    assert plan_of(load(TrainConfig, None, [*SMALL, "steps=99", "checkpoint.keep=3"]), tmp_path).config_sha256 == base
+    assert plan_of(load(TrainConfig, None, [*SMALL, "lr=0.06"]), tmp_path).config_sha256 != base
+    assert workload_of(load(TrainConfig, None, ["workload=click_log"])).facts()["fields"] == 26
+
+
+def test_links_are_refused_without_the_means_and_beside_another_cluster(monkeypatch):
+    config = load(TrainConfig, None, ["link=1gbit"])
+    lines = []
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    with pytest.raises(ConfigError, match="unset it"):
+        shapes_links(config, lines.append)
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr("jobs.train_cluster.unavailable_reason", lambda: "not root")
+    with pytest.raises(ConfigError, match="not root"):
+        shapes_links(config, lines.append)
+    assert not shapes_links(load(TrainConfig, None, ["link=1gbit", "link_required=off"]), lines.append)
+    assert "loopback" in lines[0]
+    monkeypatch.setattr("jobs.train_cluster.unavailable_reason", lambda: None)
+    assert shapes_links(config, lines.append)
+    assert not shapes_links(load(TrainConfig, None, []), Run("train", Path(), {}).say)
