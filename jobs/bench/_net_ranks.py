@@ -1,0 +1,158 @@
+"""The rank side of the `net` benchmark: one table of contenders, all timed in turn by the same processes.
+
+A contender is one way to do a job. Its inputs are made, and put back between rounds, outside the clock; everything a
+call does (packing, metadata, exchange, reduction) is inside. The baselines have the same buffers and allocator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from collectives.errors import CollectiveMismatch
+from collectives.sparse.all_reduce import reduce_rows
+from collectives.sparse.rows import SparseRows
+from collectives.sparse.schemes import SCHEMES
+from collectives.torch_transport import TorchTransport
+from collectives.transport import all_to_all
+from jobs.workloads.zipf import workload
+
+TX_BYTES = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+
+Result = Tensor | SparseRows
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`call` is timed and returns its result; `reset` puts the inputs back before each call."""
+
+    name: str
+    call: Callable[[], Result]
+    reset: Callable[[], object] = lambda: None
+    reference: Callable[[], Tensor] | None = None
+    """The right result in dense form, known after the warm-up round; None: nothing to compare with."""
+    replicated: bool = True
+    """All ranks must end up with the same bytes."""
+
+
+def measure(transport: TorchTransport, config: dict[str, Any]) -> dict[str, Any]:
+    """One rank's figures, by suite and contender: seconds per round, wire and counted bytes of the last round."""
+    suites = {suite: SUITES[suite](transport, config) for suite in config["suites"]}
+    figures: dict[str, Any] = {suite: {} for suite in suites}
+    for number in range(1 + config["repeats"]):
+        for suite, contenders in suites.items():
+            for contender in contenders:
+                entry = figures[suite].setdefault(contender.name, {"seconds": []})
+                seconds, wire, counted, result = one_call(transport, contender, config["bed"])
+                if number == 0:
+                    entry["digest"] = check(contender, result)
+                    entry["replicated"] = contender.replicated
+                else:
+                    entry["seconds"].append(seconds)
+                    entry |= {"wire_bytes": wire, "counted_bytes": counted}
+                del result
+    return figures
+
+
+def one_call(transport: TorchTransport, contender: Contender, on_bed: bool) -> tuple[float, int | None, int, Result]:
+    """Seconds, bytes the interface sent (barriers included; None without a bed), bytes counted, and the result."""
+    contender.reset()
+    counted = transport.traffic.sent_bytes()
+    dist.barrier()
+    wire = int(TX_BYTES.read_text()) if on_bed else None
+    start = time.perf_counter()
+    result = contender.call()
+    seconds = time.perf_counter() - start
+    dist.barrier()
+    if wire is not None:
+        wire = int(TX_BYTES.read_text()) - wire
+    return seconds, wire, transport.traffic.sent_bytes() - counted, result
+
+
+def check(contender: Contender, result: Result) -> str:
+    """Compare with the reference; returns a digest of the result's bytes."""
+    parts = [result.ids, result.values] if isinstance(result, SparseRows) else [result]
+    if contender.reference is not None:
+        expected = contender.reference()
+        found = result
+        if isinstance(result, SparseRows):
+            found = torch.zeros(result.num_rows, result.width, dtype=result.values.dtype)
+            found[result.ids] = result.values
+        assert isinstance(found, Tensor)
+        if not torch.allclose(found, expected, rtol=1e-5, atol=1e-5):
+            raise CollectiveMismatch(f"{contender.name} differs from the reference: its times would mean nothing")
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def exchange_suite(transport: TorchTransport, config: dict[str, Any]) -> Sequence[Contender]:
+    """`size_mib` of float32 per rank: Gloo's ring, our exchange, and torch's own all-to-all."""
+    size = transport.size
+    numel = (config["size_mib"] << 18) // size * size
+    generator = torch.Generator().manual_seed(transport.rank)
+    data = torch.randn(numel, generator=generator)
+    ring, received, stock = (torch.empty_like(data) for _ in range(3))
+
+    def exchange() -> Tensor:
+        all_to_all(transport, "all_to_all", received.chunk(size), data.chunk(size))
+        return received
+
+    def torch_exchange() -> Tensor:
+        dist.all_to_all_single(stock, data)
+        return stock
+
+    def all_reduce() -> Tensor:
+        transport.all_reduce("all_reduce", ring)
+        return ring
+
+    return [
+        Contender("all_reduce", all_reduce, lambda: ring.copy_(data)),
+        Contender("torch_all_to_all", torch_exchange, stock.zero_, replicated=False),
+        Contender("all_to_all", exchange, received.zero_, lambda: stock, replicated=False),
+    ]
+
+
+def sparse_suite(transport: TorchTransport, config: dict[str, Any]) -> Sequence[Contender]:
+    """The gradient of one embedding table: dense ring and torch's sparse all-reduce, every scheme, and our choice."""
+    work = workload(config["workload"])
+    generator = torch.Generator().manual_seed(transport.rank)
+    ids = torch.from_numpy(work.rows(transport.rank))
+    values = torch.randn(len(ids), work.width, generator=generator)
+    rows = SparseRows(ids, values, work.num_rows)
+    dense, total = (torch.zeros(work.num_rows, work.width) for _ in range(2))
+    dense[ids] = values
+    coo: list[Tensor] = []
+
+    def all_reduce() -> Tensor:
+        transport.all_reduce("dense", total)
+        return total
+
+    def make_coo() -> None:
+        coo[:] = [torch.sparse_coo_tensor(ids[None], values.clone(), tuple(dense.shape), is_coalesced=True)]
+
+    def gloo_sparse() -> SparseRows:
+        dist.all_reduce(coo[0])
+        return SparseRows(coo[0].indices()[0], coo[0].values(), work.num_rows)
+
+    def scheme(name: str) -> Callable[[], SparseRows]:
+        return lambda: reduce_rows(rows, "sum", transport=transport, scheme=name, name="embedding").rows
+
+    baselines = [
+        Contender("dense", all_reduce, lambda: total.copy_(dense)),
+        Contender("gloo_sparse", gloo_sparse, make_coo, lambda: total),
+    ]
+    return baselines + [Contender(name, scheme(name), reference=lambda: total) for name in [*SCHEMES, "auto"]]
+
+
+SUITES = {"exchange": exchange_suite, "sparse": sparse_suite}

@@ -1,0 +1,164 @@
+"""`net`: collectives on real links of a chosen rate, against Gloo's own and against the line.
+
+Every rank is a process in a network namespace of its own. All contenders run in turn in the same processes, round by
+round, so that a busy machine slows all of them alike; a figure is the median over the rounds of the slowest rank. The
+dense all-reduce of the same run checks the links: off theory by more than 5 % at up to 1 Gbit/s, the run is void.
+"""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any, Literal
+
+import matplotlib
+from pydantic import Field
+
+from collectives.errors import CollectiveMismatch
+from jobs.job import Run
+from jobs.links import WIRE_EFFICIENCY, ShapedBed, self_check
+from jobs.ranks import run_ranks
+from jobs.workloads.zipf import WORKLOADS, workload
+from zenray.config import Rate, Section
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+FILES = ()
+ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "34359738368", "MALLOC_TOP_PAD_": "134217728"}
+"""For every rank, so for baselines as well: fresh pages would cost eager baselines several times the copy itself."""
+ITEMSIZE = 4
+START_S = 120.0
+"""Allowance for starting the ranks and compiling, before any round."""
+
+
+class Config(Section):
+    """What is measured."""
+
+    link: Rate | Literal["none"] = 1e9
+    """Rate of every rank's link in both directions; none: the loopback device, without namespaces."""
+    ranks: int = Field(4, ge=2, le=16)
+    """Processes, one thread each; with more than two per core the cores are the limit, not the link."""
+    suite: Literal["all", "exchange", "sparse"] = "all"
+    """exchange: dense buffers through all-reduce and all-to-all. sparse: all sparse schemes on `workload`."""
+    workload: Literal[WORKLOADS] = "lstm20"  # type: ignore[valid-type]
+    """The embedding gradient of `sparse`, a generator of jobs/workloads/zipf.py."""
+    size_mib: int = Field(64, ge=1, le=1024)
+    """Buffer of each rank in `exchange`, in MiB; below 1 MiB per message the links' burst flatters."""
+    repeats: int = Field(5, ge=5, le=100)
+    """Timed rounds, after one for warming up."""
+    engine: Literal["processes"] = "processes"
+    """Who starts the ranks: plain processes, the group rendezvous through a file."""
+
+
+def run(config: Config, run: Run) -> dict[str, Any]:
+    """Measure, check the links, and report ratios first; see the module."""
+    suites = ["exchange", "sparse"] if config.suite == "all" else [config.suite]
+    rate = None if config.link == "none" else config.link
+    payload_bytes = {"exchange": (config.size_mib << 20) // (4 * config.ranks) * (4 * config.ranks)}
+    if "sparse" in suites:
+        work = workload(config.workload)
+        payload_bytes["sparse"] = work.num_rows * work.width * ITEMSIZE
+    spec = config.model_dump() | {"suites": suites, "bed": rate is not None}
+    slowest_s = 16 * max(payload_bytes.values()) * 8 / (rate or 1e9)
+    timeout_s = START_S + (1 + config.repeats) * len(suites) * slowest_s
+    run.say(f"allocator of all ranks: {' '.join(f'{key}={value}' for key, value in ALLOCATOR.items())}")
+    with ShapedBed(config.ranks, rate) if rate is not None else nullcontext() as bed:
+        link = bed.record() if bed is not None else None
+        run.say(f"links: {link or 'loopback, not shaped'}")
+        ranks = run_ranks(
+            config.ranks, "jobs.bench._net_ranks:measure", spec, bed=bed, timeout_s=timeout_s, env=ALLOCATOR
+        )
+    figures = {
+        suite: {name: combine(name, [r[suite][name] for r in ranks]) for name in ranks[0][suite]} for suite in suites
+    }
+    reference = figures[suites[0]]["all_reduce" if suites[0] == "exchange" else "dense"]
+    check = self_check(bed, config.ranks, payload_bytes[suites[0]], reference["median_s"])
+    metrics: dict[str, Any] = {"self_check": asdict(check), "link": link, "allocator": ALLOCATOR, "ranks": config.ranks}
+    if "exchange" in figures:
+        metrics |= exchange_metrics(figures["exchange"], rate, config.ranks, payload_bytes["exchange"])
+    if "sparse" in figures:
+        metrics |= sparse_metrics(figures["sparse"])
+        run.baseline = {name: figures["sparse"][name] for name in ("dense", "gloo_sparse")}
+    _show(run, config, metrics)
+    return metrics
+
+
+def combine(name: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median and spread over the rounds of the slowest rank in each; bytes of the busiest rank."""
+    if by_rank[0]["replicated"] and len({entry["digest"] for entry in by_rank}) > 1:
+        raise CollectiveMismatch(f"{name}: the ranks ended up with different bytes, so its times would mean nothing")
+    rounds = [max(seconds) for seconds in zip(*(entry["seconds"] for entry in by_rank), strict=True)]
+    median_s = statistics.median(rounds)
+    wire = [entry["wire_bytes"] for entry in by_rank if entry["wire_bytes"] is not None]
+    return {
+        "median_s": median_s,
+        "spread": (max(rounds) - min(rounds)) / median_s,
+        "wire_bytes": max(wire, default=None),
+        "counted_bytes": max(entry["counted_bytes"] for entry in by_rank),
+    }
+
+
+def exchange_metrics(
+    figures: dict[str, dict[str, Any]], rate: float | None, num_ranks: int, payload_bytes: int
+) -> dict[str, Any]:
+    """Each contender beside the line: an all-to-all must move (n-1)/n of the buffer per port, an all-reduce twice that."""
+    metrics = {}
+    for name, entry in figures.items():
+        moved = (num_ranks - 1) / num_ranks * payload_bytes * (2 if name == "all_reduce" else 1)
+        share = None if rate is None else moved * 8 / (WIRE_EFFICIENCY * rate) / entry["median_s"]
+        metrics[name] = {"line_rate_share": share, **entry}
+    metrics["all_to_all"]["speedup_over_torch"] = (
+        figures["torch_all_to_all"]["median_s"] / figures["all_to_all"]["median_s"]
+    )
+    return metrics
+
+
+def sparse_metrics(figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Speed-ups of every scheme over both baselines, measured in the same rounds."""
+    dense_s, gloo_sparse_s = figures["dense"]["median_s"], figures["gloo_sparse"]["median_s"]
+    schemes = {
+        name: {
+            "speedup_over_dense": dense_s / entry["median_s"],
+            "speedup_over_gloo_sparse": gloo_sparse_s / entry["median_s"],
+            **entry,
+        }
+        for name, entry in figures.items()
+    }
+    return {"schemes": schemes}
+
+
+def _show(run: Run, config: Config, metrics: dict[str, Any]) -> None:
+    check = metrics["self_check"]
+    if check["verdict"] == "void":
+        run.say(
+            f"VOID: the dense all-reduce took {check['measured_s']:.4f} s, theory says {check['expected_s']:.4f} s "
+            f"(load {check['load_1min']}); repeat on a quieter machine or with a slower link"
+        )
+    else:
+        run.say(f"self-check of the links: {check['verdict']}, load {check['load_1min']}")
+    exchange = [name for name in ("all_reduce", "torch_all_to_all", "all_to_all") if name in metrics]
+    if exchange:
+        rows = [[name, metrics[name]["line_rate_share"], *_cells(metrics[name])] for name in exchange]
+        run.table(f"{config.size_mib} MiB, {config.ranks} ranks", ["call", "of line rate", *CELLS], rows)
+    if "schemes" in metrics:
+        schemes = metrics["schemes"]
+        ratios = ("speedup_over_dense", "speedup_over_gloo_sparse")
+        rows = [[name, *(entry[r] for r in ratios), *_cells(entry)] for name, entry in schemes.items()]
+        run.table(f"{config.workload}, {config.ranks} ranks", ["scheme", "x dense", "x gloo", *CELLS], rows)
+        names = sorted(schemes, key=lambda name: schemes[name]["median_s"])
+        figure, axis = plt.subplots(figsize=(8, 0.35 * len(names) + 1))
+        axis.barh(names, [schemes[name]["median_s"] * 1000 for name in names])
+        axis.set(xlabel="ms, median", title=f"{config.workload}, {config.ranks} ranks, self-check {check['verdict']}")
+        figure.tight_layout()
+        figure.savefig(run.out / "schemes.png", dpi=120)
+        plt.close(figure)
+
+
+CELLS = ("ms", "spread", "wire MB", "counted MB")
+
+
+def _cells(entry: dict[str, Any]) -> list[float | None]:
+    wire = entry["wire_bytes"]
+    return [entry["median_s"] * 1e3, entry["spread"], wire and wire / 1e6, entry["counted_bytes"] / 1e6]
