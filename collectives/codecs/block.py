@@ -60,8 +60,7 @@ class BlockCodec(Fp32Codec):
         """Encode x + old and write new = (x + old) - decoded; rows that are not finite keep new = old."""
         total = np.empty_like(x)
         decoded = np.empty_like(x)
-        with np.errstate(over="ignore", invalid="ignore"):
-            np.add(x, old, out=total)
+        np.add(x, old, out=total)
         flags = self._encode_rows(total, scales, payload, first, seed)
         self._decode_rows(scales, payload, decoded, False, np.float32(1))
         _keep_lost(total, decoded, old, new)
@@ -182,8 +181,9 @@ class BlockCodec(Fp32Codec):
     ) -> Flag:
         values = self._values(out)
         flags, sources = self._sources(packets, values.size, weights)
-        for start, stop in self._tiles(values.size):
-            self._sum_tile(sources, values[start:stop], start, np.float32(scale))
+        with np.errstate(all="ignore"):
+            for start, stop in self._tiles(values.size):
+                self._sum_tile(sources, values[start:stop], start, np.float32(scale))
         return flags
 
     def reduce_encode(
@@ -206,11 +206,12 @@ class BlockCodec(Fp32Codec):
         new = None if residual is None else residual.update.view(-1).numpy()
         total = np.empty(min(TILE_VALUES, numel), np.float32)
         flags = int(common)
-        for start, stop in self._tiles(numel):
-            tile = total[: stop - start]
-            self._sum_tile(sources, tile, start, np.float32(scale))
-            before, after = (None if e is None else e[start:stop] for e in (old, new))
-            flags |= self._encode_tile(tile, before, after, scales, payload, start, seed)
+        with np.errstate(all="ignore"):
+            for start, stop in self._tiles(numel):
+                tile = total[: stop - start]
+                self._sum_tile(sources, tile, start, np.float32(scale))
+                before, after = (None if e is None else e[start:stop] for e in (old, new))
+                flags |= self._encode_tile(tile, before, after, scales, payload, start, seed)
         write_header(buffer, self.codec_id, flags, numel)
         return packet[:used]
 

@@ -45,9 +45,8 @@ class Int8Block(BlockCodec):
 
     def _decode_rows(self, scales: Array, payload: Array, out: Array, accumulate: bool, factor: np.float32) -> None:
         if self.reference:
-            with np.errstate(invalid="ignore", over="ignore"):
-                values = payload.astype(np.float32) * scales[:, None] * factor
-                out[:] = out + values if accumulate else values
+            values = payload.astype(np.float32) * scales[:, None] * factor
+            out[:] = out + values if accumulate else values
         else:
             _int8_decode(scales, payload, out, accumulate, factor)
 
@@ -203,8 +202,7 @@ class Int4Block(BlockCodec):
         if self.hadamard:
             rotated = values.copy()
             (rotate32_numpy if self.reference else rotate32)(rotated, values)
-        with np.errstate(invalid="ignore", over="ignore"):
-            out[:] = out + values * factor if accumulate else values * factor
+        out[:] = out + values * factor if accumulate else values * factor
 
 
 def int4_scales_numpy(bits: Array) -> tuple[Array, Array, Array]:
@@ -242,8 +240,7 @@ def int4_decode_numpy(scales: Array, payload: Array) -> Array:
     """fp32 [k, 32] from scales uint16 [k] and payload uint8 [k, 16]."""
     codes = np.concatenate([payload & np.uint8(15), payload >> np.uint8(4)], axis=1).astype(np.int32) - 8
     scale = (scales.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    with np.errstate(invalid="ignore"):
-        return codes.astype(np.float32) * scale[:, None]
+    return codes.astype(np.float32) * scale[:, None]
 
 
 # Loops of 16 or 32 with a literal trip count are unrolled before they could become vectors. So: rows with a run-time

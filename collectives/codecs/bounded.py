@@ -46,6 +46,7 @@ class ErrorBounded(Fp32Codec):
     codec_id: ClassVar[int] = 6
     align: ClassVar[int] = BLOCK
     min_numel: ClassVar[int] = 64
+    side_bytes: ClassVar[int] = 16
 
     bound: float = 0.1
     """The bound, in units of `relative_to`."""
@@ -156,7 +157,8 @@ class ErrorBoundedSum(ErrorBounded):
                 raise WireFormatError(f"{self.name}: bin widths {width} and {their_width} differ; agree on one first")
             width = their_width
             add_blocks = add_numpy if self.reference else _add
-            add_blocks(heads, words, width, sums, totals, raw)
+            with np.errstate(all="ignore"):
+                add_blocks(heads, words, width, sums, totals, raw)
         heads, words = _sections(buffer, numel)
         used = int((pack_sums_numpy if self.reference else _pack_sums)(sums, totals, raw, heads, words))
         end = _finish(buffer, numel, width, used)
@@ -267,9 +269,8 @@ def pack_numpy(
     x: Array, width: np.float32, inverse: np.float32, limit: np.float32, heads: Array, words: Array, cursor: int
 ) -> int:
     """Quantise and write the blocks x [k, 32]; `limit` is the bound that each value is checked against."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        q = np.rint(x * inverse)
-        good = (np.abs(x - q * width) <= limit) & (np.abs(q) < np.float32(2**MAX_BITS))
+    q = np.rint(x * inverse)
+    good = (np.abs(x - q * width) <= limit) & (np.abs(q) < np.float32(2**MAX_BITS))
     raw: Array = np.any(~good, axis=1)
     return _write_blocks(np.where(raw[:, None], 0, q).astype(np.int64), x, raw, heads, words, cursor)
 
@@ -279,9 +280,8 @@ def unpack_numpy(
 ) -> int:
     """out [k, 32] = scale * decoded blocks, or += ."""
     q, values, raw, cursor = _read_blocks(heads, words, cursor)
-    with np.errstate(over="ignore", invalid="ignore"):
-        decoded = np.where(raw[:, None], values, q.astype(np.float32) * width) * scale
-        out[:] = out + decoded if accumulate else decoded
+    decoded = np.where(raw[:, None], values, q.astype(np.float32) * width) * scale
+    out[:] = out + decoded if accumulate else decoded
     return cursor
 
 
@@ -289,8 +289,7 @@ def add_numpy(heads: Array, words: Array, width: np.float32, sums: Array, totals
     """Add one packet's blocks to the integer sums, the decoded values to the fp32 totals, and note raw blocks."""
     q, values, theirs, _ = _read_blocks(heads, words, 0)
     sums += q
-    with np.errstate(over="ignore", invalid="ignore"):
-        totals += np.where(theirs[:, None], values, q.astype(np.float32) * width)
+    totals += np.where(theirs[:, None], values, q.astype(np.float32) * width)
     raw |= theirs
 
 

@@ -112,6 +112,8 @@ def _bf16_decode(payload, out, accumulate, factor):  # type: ignore[no-untyped-d
 class Fp16(_Cast):
     """IEEE half. |x| > 65504 becomes NaN and raises NONFINITE; more than 1 % flushed to zero raises UNDERFLOW.
 
+    The second cast of a reduction keeps the UNDERFLOW of its sources and does not count anew.
+
     Divide before the cast: a mean is divided in fp32 by `reduce_encode`, ahead of its second cast.
     """
 
@@ -124,18 +126,21 @@ class Fp16(_Cast):
     ) -> int:
         # NumPy and torch both round to nearest even here, in hardware; numba has no half precision.
         magnitude = np.abs(x)
-        with np.errstate(over="ignore", invalid="ignore"):
-            fits = magnitude <= FP16_MAX
-            half = np.where(fits, x, np.float32(0)).astype(np.float16)
+        fits = magnitude <= FP16_MAX
+        half = np.where(fits, x, np.float32(0)).astype(np.float16)
         if self.reference:
             payload[:] = half.view(np.uint16)
         else:
             torch.from_numpy(payload.view(np.float16)).copy_(torch.from_numpy(x))
         payload[~fits] = 0x7E00
-        num_nonzero = int(np.count_nonzero(magnitude))
-        num_flushed = num_nonzero - int(np.count_nonzero(payload & np.uint16(0x7FFF)))
-        flags = 0 if fits.all() else int(Flag.NONFINITE)
-        return flags | (int(Flag.UNDERFLOW) if num_flushed > UNDERFLOW_SHARE * max(num_nonzero, 1) else 0)
+        return 0 if fits.all() else int(Flag.NONFINITE)
+
+    def _encode(self, x: Array, buffer: Array, seed: int) -> tuple[int, int]:
+        flags, used = super()._encode(x, buffer, seed)
+        sent = self._sections(buffer[:used], x.size)[1][: x.size]
+        num_nonzero = int(np.count_nonzero(x))
+        num_flushed = num_nonzero - int(np.count_nonzero(sent & np.uint16(0x7FFF)))
+        return flags | (int(Flag.UNDERFLOW) if num_flushed > UNDERFLOW_SHARE * num_nonzero else 0), used
 
     def _decode_rows(self, scales: Array, payload: Array, out: Array, accumulate: bool, factor: np.float32) -> None:
         _store(out, payload.view(np.float16).astype(np.float32), accumulate, factor)

@@ -119,6 +119,8 @@ class Codec(ABC):
     """The bytes depend on the input and the seed alone."""
     needs_shared_scale: ClassVar[bool] = False
     """All ranks must encode with the same width for a sum of packets to exist."""
+    side_bytes: ClassVar[int] = 0
+    """Bytes that follow the header in every packet of a codec without fixed size."""
     shared_seed: ClassVar[bool] = False
     """All ranks must draw the same random numbers."""
     min_numel: ClassVar[int] = 1
@@ -236,7 +238,8 @@ class Codec(ABC):
             raise WireFormatError(f"packet was written by codec {codec_id}, expected {self.name} ({self.codec_id})")
         if claimed != numel:
             raise WireFormatError(f"{self.name} packet claims {claimed} elements, expected {numel}")
-        if buffer.size > bound or (self.fixed_size and buffer.size != bound) or buffer.size % ALIGN_BYTES:
+        least = bound if self.fixed_size else HEADER_BYTES + self.side_bytes
+        if not least <= buffer.size <= bound or buffer.size % ALIGN_BYTES:
             raise WireFormatError(
                 f"{self.name} packet of {buffer.size} bytes for {numel} elements; "
                 f"{'exactly' if self.fixed_size else 'a multiple of 16, at most'} {bound} expected"
@@ -251,20 +254,22 @@ class Fp32Codec(Codec):
     def encode(self, x: Tensor, residual: Residual | None = None, out: Tensor | None = None, seed: int = 0) -> Tensor:
         values = self._values(x)
         packet, buffer = self._room(self.wire_bytes(values.size), out)
-        if residual is None:
-            flags, used = self._encode(values, buffer, seed)
-        else:
-            old, new = self._values(residual.value), self._values(residual.update)
-            if not old.size == new.size == values.size:
-                raise ConfigError(f"{self.name}: the residual has {old.size} elements, x has {values.size}")
-            flags, used = self._encode_feedback(values, old, new, buffer, seed)
+        with np.errstate(all="ignore"):
+            if residual is None:
+                flags, used = self._encode(values, buffer, seed)
+            else:
+                old, new = self._values(residual.value), self._values(residual.update)
+                if not old.size == new.size == values.size:
+                    raise ConfigError(f"{self.name}: the residual has {old.size} elements, x has {values.size}")
+                flags, used = self._encode_feedback(values, old, new, buffer, seed)
         write_header(buffer, self.codec_id, flags, values.size)
         return packet[:used]
 
     def decode(self, packet: Tensor, out: Tensor, accumulate: bool = False, scale: float = 1.0) -> None:
         values, buffer = self._values(out), packet_bytes(packet)
         flags = self._check(buffer, values.size, self.wire_bytes(values.size))
-        self._decode(buffer, flags, values, accumulate, np.float32(scale))
+        with np.errstate(all="ignore"):
+            self._decode(buffer, flags, values, accumulate, np.float32(scale))
 
     @abstractmethod
     def _encode(self, x: Array, buffer: Array, seed: int) -> tuple[int, int]:
@@ -272,12 +277,11 @@ class Fp32Codec(Codec):
 
     def _encode_feedback(self, x: Array, old: Array, new: Array, buffer: Array, seed: int) -> tuple[int, int]:
         """Encode a = x + old and write new = a - D(packet); where that is not finite, new = old."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            total = x + old
-            flags, used = self._encode(total, buffer, seed)
-            decoded = np.empty_like(total)
-            self._decode(buffer[:used], flags, decoded, False, np.float32(1))
-            lost = total - decoded
+        total = x + old
+        flags, used = self._encode(total, buffer, seed)
+        decoded = np.empty_like(total)
+        self._decode(buffer[:used], flags, decoded, False, np.float32(1))
+        lost = total - decoded
         new[:] = np.where(np.isfinite(lost), lost, old)
         return flags, used
 

@@ -55,9 +55,8 @@ class Fp8Block(BlockCodec):
     def _decode_rows(self, scales: Array, payload: Array, out: Array, accumulate: bool, factor: np.float32) -> None:
         shift, bias, _, _, steps = LAYOUTS[self.form]
         if self.reference:
-            with np.errstate(invalid="ignore", over="ignore"):
-                values = fp8_decode_numpy(payload, shift, bias, steps) * scales[:, None] * factor
-                out[:] = out + values if accumulate else values
+            values = fp8_decode_numpy(payload, shift, bias, steps) * scales[:, None] * factor
+            out[:] = out + values if accumulate else values
         else:
             _fp8_decode(scales, payload, out, accumulate, factor, shift, bias, np.float32(1) / steps)
 

@@ -18,12 +18,11 @@ NORM = np.float32(1 / np.sqrt(32))
 def rotate32_numpy(x: Array, out: Array) -> None:
     """out [k, 32] = H32/sqrt(32) applied to each row of x [k, 32]; x and out are different arrays."""
     out[:] = x
-    with np.errstate(over="ignore", invalid="ignore"):
-        for h in (1, 2, 4, 8, 16):
-            pairs = out.reshape(len(x), 16 // h, 2, h)
-            a, b = pairs[:, :, 0, :].copy(), pairs[:, :, 1, :].copy()
-            pairs[:, :, 0, :], pairs[:, :, 1, :] = a + b, a - b
-        out *= NORM
+    for h in (1, 2, 4, 8, 16):
+        pairs = out.reshape(len(x), 16 // h, 2, h)
+        a, b = pairs[:, :, 0, :].copy(), pairs[:, :, 1, :].copy()
+        pairs[:, :, 0, :], pairs[:, :, 1, :] = a + b, a - b
+    out *= NORM
 
 
 @njit(nogil=True, cache=True)

@@ -32,6 +32,7 @@ class Lossless(Codec):
     name: ClassVar[str] = "lossless"
     codec_id: ClassVar[int] = 13
     min_numel: ClassVar[int] = 1024
+    side_bytes: ClassVar[int] = 16
 
     @property
     def fixed_size(self) -> bool:

@@ -75,9 +75,8 @@ class Sign(Fp32Codec):
 def sign_pack_numpy(x: Array, words: Array, bits: Array, lanes: Array) -> bool:
     """Bits [k, 8] of rows x [k, 64]; adds |x| to the lanes; returns whether all values are finite."""
     bits[:] = np.packbits(words < 0, axis=1, bitorder="little")
-    with np.errstate(invalid="ignore"):
-        for row in np.abs(x).astype(np.float64):
-            lanes += row
+    for row in np.abs(x).astype(np.float64):
+        lanes += row
     return bool(np.isfinite(x).all())
 
 

@@ -51,6 +51,7 @@ class TopK(Fp32Codec):
     name: ClassVar[str] = "topk"
     codec_id: ClassVar[int] = 9
     min_numel: ClassVar[int] = 256
+    side_bytes: ClassVar[int] = 16
 
     density: float = 0.01
     method: Literal["exact", "sampled", "block"] = "sampled"
@@ -155,8 +156,7 @@ class TopK(Fp32Codec):
 
     def _encode_feedback(self, x: Array, old: Array, new: Array, buffer: Array, seed: int) -> tuple[int, int]:
         total = np.empty_like(x)
-        with np.errstate(over="ignore", invalid="ignore"):
-            np.add(x, old, out=total)
+        np.add(x, old, out=total)
         flags, used = self._encode(total, buffer, seed)
         if flags & Flag.NONFINITE:
             new[:] = old
