@@ -49,13 +49,14 @@ class Reduced:
 def default_choice(agreement: Agreement) -> str:
     """The scheme without a cost model: AGsparse for two ranks, column split for rows, ZEN for elements.
 
+    Rows with fewer columns than ranks are hashed, because a column split would leave ranks idle.
     Elements so dense that even full overlap would not pay go dense (ZEN beats the ring iff
     (v + i) d / v + D + 1 / (8 v) < 2, and the union's density D is at least that of any rank).
     """
     if agreement.size <= 2:
         return "agsparse"
     if agreement.granularity == "row":
-        return "column"
+        return "column" if agreement.width >= agreement.size else "hashed_rows"
     density, value = float(agreement.k.max()) / agreement.num_rows, agreement.itemsize
     dense_pays = (value + agreement.index_bytes) * density / value + density + 1 / (8 * value) >= 2
     return "dense" if dense_pays else "zen"

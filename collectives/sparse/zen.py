@@ -36,8 +36,8 @@ from collectives.transport import Parcel, Transport, all_gather_records, others
 MIN_BLOCK_WIDTH = 64
 """Values per block of `hashed_blocks`, at least: an id costs 4 bytes, 1.6 % of 64 fp32 values."""
 
-CHUNK_UNITS = 1 << 22
-"""Units counted at a time without values: bounds the memory of element-wise counts."""
+CHUNK_UNITS = 1 << 18
+"""Units counted at a time without values: bounds the memory of element-wise counts and stays near the caches."""
 
 
 def row_unit(width: int) -> int:

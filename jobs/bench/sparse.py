@@ -66,6 +66,7 @@ def run(config: Config, run: Run) -> dict[str, Any]:
     """Count, optionally verify, and draw; see the module."""
     if not 2 <= config.ranks <= 128:
         raise ConfigError(f"ranks={config.ranks}: give 2 to 128")
+    torch.set_num_threads(1)
     work = workload(config.workload)
     if config.verify and config.ranks * work.num_rows * work.width * ITEMSIZE > MAX_VERIFY_BYTES:
         raise ConfigError(
@@ -283,6 +284,6 @@ def _show(run: Run, config: Config, facts: dict[str, Any], metrics: dict[str, An
     axes.set_xlabel("MB through the busiest rank and direction (two_level: between nodes)")
     axes.set_title(f"{config.workload}, {config.ranks} ranks")
     axes.invert_yaxis()
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper right")
     figure.savefig(run.out / "sparse_bytes.png", dpi=120)
     plt.close(figure)

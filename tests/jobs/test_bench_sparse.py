@@ -35,6 +35,15 @@ def test_near_optimality_and_balance_at_16_ranks(name, limit, figures) -> None:
     assert mean <= 1.08
 
 
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+@pytest.mark.parametrize("name", ["lstm", "nmt", "bert"])
+def test_column_split_is_near_the_bound_as_the_formula_says(name, ranks, figures) -> None:
+    """(1 + 1/(n-2)) (1 + 4n / ((1 + gamma) D v)): the gap of any two-phase scheme, and the ids."""
+    model = workload(name)
+    limit = (1 + 1 / (ranks - 2)) * (1 + 4 * ranks / ((1 + model.gamma(ranks)) * model.width * 4)) + 0.01
+    assert 1 <= figures(name, ranks, ["column"])["column"]["ratio_to_lower_bound"] <= limit
+
+
 @pytest.mark.parametrize("name", ["lstm", "nmt"])
 def test_near_optimality_at_128_ranks(name, figures) -> None:
     assert figures(name, 128, ["column"])["column"]["ratio_to_lower_bound"] <= 1.02

@@ -289,6 +289,7 @@ def test_default_choices() -> None:
 
     assert choice(2, 100, 4, 5) == "agsparse"
     assert choice(4, 100, 4, 5) == "column"
+    assert choice(5, 100, 4, 5) == "hashed_rows"
     assert choice(4, 1000, 1, 5) == "zen"
     assert choice(4, 100, 1, 90) == "dense"
 

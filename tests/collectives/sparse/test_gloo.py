@@ -1,0 +1,30 @@
+"""Every scheme on real processes over Gloo: the same bits and the same bytes as on threads."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectives.sparse.schemes import SCHEMES
+from collectives.transport import run_local
+from jobs.ranks import load_target, run_ranks
+
+PROGRAM = str(Path(__file__).with_name("sparse_ranks.py"))
+SIZES = (3, 4)
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, Any]]:
+    return run_ranks(max(SIZES), f"{PROGRAM}:on_groups", {"sizes": SIZES}, timeout_s=120)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gloo_equals_threads(size, seen) -> None:
+    threads = run_local(size, lambda transport: load_target(f"{PROGRAM}:every_scheme")(transport, {}))
+    processes = [outcomes[str(size)] for outcomes in seen[:size]]
+    for case in threads[0]:
+        by_thread, by_process = [[rank[case] for rank in ranks] for ranks in (threads, processes)]
+        if case != "dense torch.float32":
+            assert by_process == by_thread, case
+        assert len({digest for digest, _ in by_process}) == 1, case
+    assert len(threads[0]) == 2 * len(SCHEMES)
