@@ -21,7 +21,7 @@ def marp(shape: ModelShape, layout: Layout) -> Floats:
 
 def megatron_formula(shape: ModelShape, setup: Setup, layout: Layout) -> Floats:
     """Weights, optimizer and activations of the most loaded shard, by the formulas of Korthikanti et al. (MLSys'23):
-    sequence parallelism and selective recomputation are taken for granted, the embedding counts on the last stage.
+    selective recomputation is taken for granted, logits count only with sequence parallelism on a single stage.
     """
     h, t, p, v = shape.hidden, layout.tensor, layout.pipeline, layout.virtual
     experts = shape.experts.num_experts if shape.experts else 1
@@ -34,10 +34,13 @@ def megatron_formula(shape: ModelShape, setup: Setup, layout: Layout) -> Floats:
     loaded = (block / p + vocabulary * np.where((p == 1) & (not shape.tied), 2, 1)) / t
     state = np.where(layout.sharding > 0, 6 + 12 / (layout.data * layout.context), 18)
     tokens = shape.seq * layout.micro_batch
-    activations = tokens * h * layers * (18 + 4 * shape.ffn_width / h)
-    activations = activations + 8 * tokens * p + tokens * h * p
-    in_flight = np.where(v > 1, 1 + (p - 1) / (p * v), np.minimum(1.0, layout.num_micro / p))
-    activations = activations * np.where(p > 1, in_flight, 1.0)
-    output = np.where(p == 1, 4 * tokens * h * (1 + padded_vocab(shape, t) / h), 0)
-    total: Floats = loaded * state + (activations + output) / (t * layout.context)
+    in_flight: Floats = np.where(v > 1, 1 + (p - 1) / (p * v), np.minimum(1.0, layout.num_micro / p))
+    in_flight = np.where(p > 1, in_flight, 1.0).astype(np.float64)
+    split = (18 + 4 * shape.ffn_width / h) / t
+    unsplit = 10 + (8 + 4 * shape.ffn_width / h) / t
+    is_split = (layout.sequence_parallel > 0) | (t == 1)
+    activations = tokens * h * layers * np.where(is_split, split, unsplit) * in_flight
+    activations = activations + (8 * tokens + tokens * h) * p * in_flight / t
+    activations = activations + np.where((p == 1) & is_split, 4 * tokens * h * (1 + vocabulary / h**2) / t, 0)
+    total: Floats = loaded * state + activations / layout.context
     return total
