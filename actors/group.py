@@ -21,6 +21,7 @@ from ray.exceptions import ActorAlreadyExistsError, GetTimeoutError, RayActorErr
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.errors import GroupStateError, WorkerError, WorkerLost, WorkerTimeout
+from actors.metrics import Metrics
 from actors.worker import GpuWorker, Outcome, RankFunction, Report
 from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, ZenrayError
 from placement.groups import Reservation, group_name, release, reserve
@@ -28,7 +29,8 @@ from placement.inventory import Gang, Place, Strategy, number_ranks
 
 LEAVE_GRACE_S = 3.0
 """How long survivors of a failure may take to leave their collectives before they are killed; they need far less."""
-_CALL_TIMEOUT_S = 10.0
+_FETCH_S = 10.0
+"""The least time granted for fetching a result that exists already, even when a run's deadline has come."""
 
 
 class GroupState(StrEnum):
@@ -122,6 +124,7 @@ class WorkerGroup:
         self.members: tuple[Member, ...] = ()
         self.failures: list[Failure] = []
         """What went wrong in the last run, by the order in which the driver knew."""
+        self._metrics = Metrics(run=self.run_id)
         self._reservation: Reservation | None = None
         self._actors: list[Any] = []
 
@@ -132,6 +135,7 @@ class WorkerGroup:
         """
         self._enter(GroupState.STARTING)
         self.epoch += 1
+        self._metrics.add("zenray_epochs")
         deadline = time.monotonic() + self.start_timeout_s
         try:
             self._reservation = reserve(self.gang, run_id=self.run_id, epoch=self.epoch, timeout_s=self.start_timeout_s)
@@ -233,8 +237,8 @@ class WorkerGroup:
             if not done:
                 missing = [i for i, ref in enumerate(refs) if ref in pending]
                 raise WorkerTimeout(phase=phase, epoch=self.epoch, missing=missing, timeout_s=self.start_timeout_s)
-            self._get(done[0], refs.index(done[0]))
-        return [self._get(ref, index) for index, ref in enumerate(refs)]
+            self._get(done[0], refs.index(done[0]), deadline)
+        return [self._get(ref, index, deadline) for index, ref in enumerate(refs)]
 
     def _collect(
         self,
@@ -251,7 +255,7 @@ class WorkerGroup:
         for stream in ready:
             rank = rank_of[stream]
             try:
-                event = self._get(next(stream), rank)
+                event = self._get(next(stream), rank, deadline)
             except Exception as error:
                 del streams[rank]
                 self.failures.append(Failure(rank, error, time.monotonic() - started))
@@ -262,10 +266,11 @@ class WorkerGroup:
             elif on_report is not None:
                 on_report(event)
 
-    def _get(self, ref: Any, rank: int) -> Any:
+    def _get(self, ref: Any, rank: int, deadline: float) -> Any:
         """One finished result; the worker's exception in its own type, and a lost worker as WorkerLost."""
+        fetch_s = max(_FETCH_S, deadline - time.monotonic())
         try:
-            return ray.get(ref, timeout=_CALL_TIMEOUT_S)
+            return ray.get(ref, timeout=fetch_s)
         except RayActorError as error:
             node, pid = "?", 0
             if rank < len(self.members):
@@ -277,7 +282,7 @@ class WorkerGroup:
                 raise error.cause from None
             raise
         except GetTimeoutError:
-            raise WorkerTimeout(phase="fetch", epoch=self.epoch, missing=[rank], timeout_s=_CALL_TIMEOUT_S) from None
+            raise WorkerTimeout(phase="fetch", epoch=self.epoch, missing=[rank], timeout_s=fetch_s) from None
 
     def _break(self, streams: dict[int, Any], started: float) -> None:
         """Make every rank that still runs leave its collectives; kill those that do not within the grace."""
@@ -289,6 +294,8 @@ class WorkerGroup:
             self._collect(streams, {}, None, started, deadline)
         for rank in streams:
             ray.kill(self.members[rank].actor)
+        for failure in self.failures:
+            self._metrics.add("zenray_peer_failures", error=type(failure.error).__name__)
 
     def _dissolve(self) -> None:
         """Leave nothing of the present epoch on the cluster."""
@@ -310,6 +317,7 @@ def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
         "resources": own,
         "max_restarts": 0,
         "max_task_retries": 0,
+        "max_pending_calls": 16,
         "concurrency_groups": {"control": 2},
     }
 

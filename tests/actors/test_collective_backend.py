@@ -156,6 +156,17 @@ def test_a_second_group_and_a_second_life_of_the_first(peers: list[Any]) -> None
     assert on_all(peers, body) == [[2.0, 2.0, 2.0]] * 2
 
 
+def test_a_group_that_the_driver_declares(peers: list[Any]) -> None:
+    def body(rank: int, size: int, name: str) -> float:
+        data = torch.tensor([rank + 1.0])
+        collective.allreduce(data, "declared")
+        collective.destroy_collective_group("declared")
+        return float(data)
+
+    collective.create_collective_group(peers, 2, [0, 1], BACKEND, "declared")
+    assert on_all(peers, body) == [3.0, 3.0]
+
+
 def test_what_cannot_be_done_is_said(peers: list[Any]) -> None:
     def body(rank: int, size: int, name: str) -> list[str]:
         said = []
