@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MAX_GPUS_PER_NODE = 16
 
@@ -66,11 +66,22 @@ class NodeShare:
 
 @dataclass(frozen=True)
 class Start:
-    """Decision: run `job_id` by `option` on these cards. Whole tp groups lie inside one share, in card order."""
+    """Decision: run `job_id` by `option` on these cards."""
 
     job_id: str
     option: PlanOption
-    shares: tuple[NodeShare, ...]
+    cards: tuple[tuple[int, int], ...]
+    """(node index, bit mask of its cards), nodes ascending; whole tp groups lie inside one node, in card order."""
+    nodes: Sequence[NodeSpec] = field(repr=False, compare=False)
+    """All nodes of the cluster by index."""
+
+    @property
+    def shares(self) -> tuple[NodeShare, ...]:
+        """The cards by node name; spelt out on demand, as a decision may hold hundreds."""
+        return tuple(
+            NodeShare(self.nodes[node].name, tuple(g for g in range(mask.bit_length()) if mask >> g & 1))
+            for node, mask in self.cards
+        )
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Cells(NamedTuple):
     owner: np.ndarray
     """[N, W] job slot, or -1."""
     reserved_bytes: np.ndarray
-    """[N, W] int64, bytes promised to the owner."""
+    """[S] int64, bytes that a job slot may use on each of its cards."""
     usable: np.ndarray
     """[N] bit mask of cards that are up and not filled by an outside process."""
     job_entry: np.ndarray
@@ -158,28 +158,54 @@ def lowest_bits(mask: int, num: int) -> int:
 
 
 @njit(nogil=True, cache=True)
-def add_entry(cells: Cells, slot: int, node: int, mask: int, memory_bytes: int) -> None:
+def add_entry(cells: Cells, slot: int, node: int, mask: int) -> None:
     """Write cards of one node to a job's account."""
     entry = cells.spare[0]
     cells.spare[0] = cells.entry_after[entry]
     cells.entry_node[entry], cells.entry_mask[entry] = node, mask
     cells.entry_after[entry] = cells.job_entry[slot]
     cells.job_entry[slot] = entry
-    owner, reserved = cells.owner[node], cells.reserved_bytes[node]
-    for gpu in range(owner.shape[0]):
+    for gpu in range(cells.owner.shape[1]):
         if mask >> gpu & 1:
-            owner[gpu] = slot
-            reserved[gpu] = memory_bytes
+            cells.owner[node, gpu] = slot
 
 
 @njit(nogil=True, cache=True)
 def commit(cells: Cells, slot: int, used: int, nodes: np.ndarray, takes: np.ndarray, memory_bytes: int) -> None:
-    """Give what `find` chose to a job slot."""
+    """Give what `find` chose to a job slot. Written out in one loop: it is most of a large pass."""
+    pools, free, num_free, owner = cells.pool, cells.free, cells.num_free, cells.owner
+    after, before, count, head = cells.after, cells.before, cells.count, cells.head
+    entry_node, entry_mask, entry_after = cells.entry_node, cells.entry_mask, cells.entry_after
+    entry, last = cells.spare[0], cells.job_entry[slot]
     for i in range(used):
-        node = nodes[i]
-        mask = lowest_bits(cells.free[node], takes[i])
-        set_free(cells, node, cells.free[node] & ~mask)
-        add_entry(cells, slot, node, mask, memory_bytes)
+        node, take = nodes[i], takes[i]
+        pool, have, idle = pools[node], num_free[node], free[node]
+        mask = idle if take == have else lowest_bits(idle, take)
+        left, right = before[node], after[node]
+        if left >= 0:
+            after[left] = right
+        else:
+            head[pool, have] = right
+        if right >= 0:
+            before[right] = left
+        first = head[pool, have - take]
+        before[node], after[node] = -1, first
+        if first >= 0:
+            before[first] = node
+        head[pool, have - take] = node
+        count[pool, have] -= 1
+        count[pool, have - take] += 1
+        free[node], num_free[node] = idle & ~mask, have - take
+        following = entry_after[entry]
+        entry_node[entry], entry_mask[entry], entry_after[entry] = node, mask, last
+        last, entry = entry, following
+        gpu, rest = 0, mask
+        while rest:
+            if rest & 1:
+                owner[node, gpu] = slot
+            gpu, rest = gpu + 1, rest >> 1
+    cells.spare[0], cells.job_entry[slot] = entry, last
+    cells.reserved_bytes[slot] = memory_bytes
 
 
 @njit(nogil=True, cache=True)
@@ -201,11 +227,9 @@ def release(cells: Cells, slot: int, touched: np.ndarray) -> None:
     entry = cells.job_entry[slot]
     while entry >= 0:
         node, mask = cells.entry_node[entry], cells.entry_mask[entry]
-        owner, reserved = cells.owner[node], cells.reserved_bytes[node]
-        for gpu in range(owner.shape[0]):
+        for gpu in range(cells.owner.shape[1]):
             if mask >> gpu & 1:
-                owner[gpu] = NOBODY
-                reserved[gpu] = 0
+                cells.owner[node, gpu] = NOBODY
         give_back(cells, node, mask)
         touched[cells.pool[node]] = True
         following = cells.entry_after[entry]
@@ -213,6 +237,17 @@ def release(cells: Cells, slot: int, touched: np.ndarray) -> None:
         cells.spare[0] = entry
         entry = following
     cells.job_entry[slot] = -1
+    cells.reserved_bytes[slot] = 0
+
+
+@njit(nogil=True, cache=True)
+def list_entries(cells: Cells, slot: int, nodes: np.ndarray, masks: np.ndarray) -> int:
+    """Write node and card mask of each entry of a job; returns how many."""
+    used, entry = 0, cells.job_entry[slot]
+    while entry >= 0:
+        nodes[used], masks[used] = cells.entry_node[entry], cells.entry_mask[entry]
+        used, entry = used + 1, cells.entry_after[entry]
+    return used
 
 
 @njit(nogil=True, cache=True)
@@ -231,6 +266,22 @@ def unhold(cells: Cells, node: int) -> None:
     mask = cells.held[node]
     cells.held[node], cells.promised[node] = 0, 0
     give_back(cells, node, mask)
+
+
+@njit(nogil=True, cache=True)
+def set_usable(cells: Cells, node: int, mask: int) -> None:
+    """Change which cards of a node may be given away; 0 takes the node out of its list. Held cards are free again."""
+    idle = (cells.free[node] | cells.held[node]) & mask
+    for gpu in range(cells.owner.shape[1]):
+        if (mask & ~cells.usable[node]) >> gpu & 1 and cells.owner[node, gpu] == NOBODY:
+            idle |= 1 << gpu
+    cells.usable[node], cells.held[node] = mask, 0
+    if cells.after[node] != DETACHED:
+        unlink(cells, node)
+    cells.free[node], cells.num_free[node] = 0, 0
+    if mask:
+        link(cells, node)
+        give_back(cells, node, idle)
 
 
 @dataclass(frozen=True)
@@ -289,35 +340,18 @@ class Ledger:
         release(self.cells, slot, touched)
         return touched
 
-    def shares(self, slot: int) -> list[tuple[int, int]]:
-        """(node index, card mask) of a job slot, in node order."""
-        cells, result = self.cells, []
-        entry = int(cells.job_entry[slot])
-        while entry >= 0:
-            result.append((int(cells.entry_node[entry]), int(cells.entry_mask[entry])))
-            entry = int(cells.entry_after[entry])
-        return sorted(result)
+    def cards(self, slot: int) -> tuple[tuple[int, int], ...]:
+        """(node index, card mask) of a job slot, nodes ascending."""
+        used = list_entries(self.cells, slot, *self._scratch)
+        return tuple(sorted(zip(self._scratch[0][:used].tolist(), self._scratch[1][:used].tolist(), strict=True)))
 
     def owners(self, node: int) -> list[int]:
         """Job slots with a card on this node."""
-        return sorted({int(s) for s in self.cells.owner[node] if s >= 0})
+        return sorted({slot for slot in self.cells.owner[node].tolist() if slot >= 0})
 
     def set_usable(self, node: int, mask: int) -> None:
         """Cards of a node that may be given away from now on: 0 = the node is down. Owned cards stay with their owner."""
-        cells = self.cells
-        idle = int(cells.free[node] | cells.held[node]) & mask
-        fresh = mask & ~int(cells.usable[node])
-        for gpu in range(MAX_GPUS_PER_NODE):
-            if fresh >> gpu & 1 and cells.owner[node, gpu] == NOBODY:
-                idle |= 1 << gpu
-        cells.usable[node] = mask
-        cells.held[node] = 0
-        if cells.after[node] != DETACHED:
-            unlink(cells, node)
-        cells.free[node] = cells.num_free[node] = 0
-        if mask:
-            link(cells, node)
-            give_back(cells, node, idle)
+        set_usable(self.cells, node, mask)
 
     def require_slots(self, num_slots: int) -> None:
         """Make room for job slots below `num_slots`."""
@@ -325,7 +359,9 @@ class Ledger:
         if num_slots > have:
             grown = np.full(max(num_slots, 2 * have), -1, np.int32)
             grown[:have] = self.cells.job_entry
-            self.cells = self.cells._replace(job_entry=grown)
+            reserved = np.zeros(len(grown), np.int64)
+            reserved[:have] = self.cells.reserved_bytes
+            self.cells = self.cells._replace(job_entry=grown, reserved_bytes=reserved)
 
     def add_node(self, spec: NodeSpec) -> int:
         """A new node of a known pool; O(nodes). Returns its index."""
@@ -358,7 +394,7 @@ def _fresh_cells(pool: np.ndarray, widths: np.ndarray, num_pools: int) -> Cells:
         held=np.zeros(num_nodes, np.int32),
         promised=np.zeros(num_nodes, np.int32),
         owner=np.full((num_nodes, widest), NOBODY, np.int32),
-        reserved_bytes=np.zeros((num_nodes, widest), np.int64),
+        reserved_bytes=np.zeros(64, np.int64),
         usable=(1 << widths).astype(np.int32) - 1,
         job_entry=np.full(64, -1, np.int32),
         entry_node=np.zeros(num_entries, np.int32),
@@ -394,7 +430,6 @@ def _grow(cells: Cells, pool: int, num_gpus: int) -> Cells:
         held=more(cells.held, 0),
         promised=more(cells.promised, 0),
         owner=more(cells.owner, NOBODY),
-        reserved_bytes=more(cells.reserved_bytes, 0),
         usable=more(cells.usable, 0),
         entry_node=np.append(cells.entry_node, np.zeros(num_gpus, np.int32)),
         entry_mask=np.append(cells.entry_mask, np.zeros(num_gpus, np.int32)),

@@ -1,0 +1,85 @@
+"""The product's own policy for jobs that may change their size: prices over predicted progress, few restarts.
+
+Every round each job offers its configurations with a value, and `allocation.allocate` finds the most valuable set that
+fits. The value of a configuration is the speed it gives, as a share of the job's best, weighted by how soon the job can
+be done: short work first lowers the mean completion time, the cap on the weight keeps long jobs from starving. A move
+is charged with its restart over the time it can pay back. Jobs of one class share what ran, so that a second job of a
+class starts at a size that the first one had to find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from placement.allocation import allocate
+from placement.policies import Cluster, Decisions, JobView
+
+HORIZON_S = 1200.0
+"""Over how long a restart must pay back at most; less if the job ends sooner."""
+WEIGHT_POWER = 0.3
+"""0: all jobs count alike; 1: a job counts by the inverse of the work it has left."""
+SPEED_POWER = 1.0
+"""Below 1 spreads GPUs over jobs, 1 gives them where they are used best."""
+MIN_LEFT_S = 60.0
+MAX_LEFT_S = 1e9
+FIRST_GPUS = 1
+
+
+def move_share(left_s: np.ndarray, restart_s: float) -> np.ndarray:
+    """Share of the time after a move that is work: 1 - restart / (restart + what is left, at most the horizon).
+
+    left_s float64 [K]: predicted rest of the job on each configuration.
+    """
+    span = np.minimum(left_s + restart_s, HORIZON_S)
+    return np.maximum(1.0 - restart_s / np.maximum(span, restart_s), 0.0)
+
+
+def config_values(
+    goodput: np.ndarray, allowed: np.ndarray, progress_left: float, present: int, restart_s: float
+) -> np.ndarray:
+    """Value of each configuration of one job, float64 [K]; 0 = not allowed.
+
+    goodput float64 [K] in progress per second; allowed bool [K]; progress_left in the same unit; present: the
+    configuration it holds, or -1; restart_s: what a change costs.
+    """
+    usable = allowed & (goodput > 0)
+    if not usable.any():
+        return np.zeros(len(goodput))
+    best = goodput.max()
+    speed = goodput / best
+    if present >= 0:
+        share = move_share(progress_left / np.maximum(goodput, 1e-12), restart_s)
+        share[present] = 1.0
+        speed = speed * share
+    left_s = min(max(progress_left / best, MIN_LEFT_S), MAX_LEFT_S)
+    value: np.ndarray = np.where(usable, left_s**-WEIGHT_POWER * speed**SPEED_POWER, 0.0)
+    return value
+
+
+class Elastic:
+    """GPU counts, types and batches of all jobs anew in every round, by prices."""
+
+    name = "ours"
+
+    def __init__(self, shares_profiles: bool = True):
+        self.shares_profiles = shares_profiles
+
+    def decide(self, now_s: float, jobs: Sequence[JobView], cluster: Cluster) -> Decisions:
+        """Allocate and realise; jobs inside a restart keep what they have."""
+        cluster.sync(jobs)
+        if not jobs:
+            return {}
+        configs = cluster.configs
+        value = np.zeros((len(jobs), len(configs)))
+        pinned = np.full(len(jobs), -1, np.int32)
+        for i, job in enumerate(jobs):
+            present = cluster.config_of(job.allocation)
+            limit = max(job.growth_limit, FIRST_GPUS)
+            goodput = job.goodput(configs)
+            value[i] = config_values(goodput, configs.num_gpus <= limit, job.progress_left, present, job.restart_s)
+            if job.restarting:
+                pinned[i] = present
+        result = allocate(value, configs.gpu_type, configs.num_gpus, cluster.capacity, pinned)
+        return cluster.realise(jobs, result.choice)
