@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from ray.util.collective.types import ReduceOp
 from torch import Tensor
 
 from actors.rendezvous import group_timeout, meet, node_address, pin_gloo_to
-from collectives.errors import CollectiveTimeout, ConfigError, PeerLost
+from collectives.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, PeerLost
 from collectives.kernels.rows import nonzero_rows
 from collectives.sparse.all_reduce import sparse_all_reduce
 from collectives.sparse.ids import DTYPES, to_coo
@@ -206,17 +207,20 @@ class ZenrayGroup(BaseGroup):
     def _agree_on_sparse(self, data: Tensor, op: ReduceOp) -> bool:
         """Whether all ranks sum `data` as rows: decided from one round of records, hence alike everywhere."""
         is_sparse = data.layout != torch.strided
-        candidate = is_sparse or (data.dim() > 1 and data.numel() > 0 and data.is_contiguous() and data.dtype in DTYPES)
-        if is_sparse:
-            num_rows = 0
-        else:
-            num_rows = len(nonzero_rows(data.view(data.shape[0], -1))) if candidate and op is ReduceOp.SUM else -1
-        table = all_gather_records(self.transport, "layout", [is_sparse, num_rows])
-        if table[:, 0].any():
+        what = f"{op.name} of {tuple(data.shape)} {data.dtype}"
+        num_rows = -1 if is_sparse or op is not ReduceOp.SUM else _num_nonzero_rows(data)
+        table = all_gather_records(self.transport, "layout", [crc32(what.encode()), is_sparse, num_rows])
+        differing = np.flatnonzero(table[:, 0] != table[0, 0])
+        if len(differing):
+            raise CollectiveMismatch(
+                f"group '{self.group_name}': rank(s) {', '.join(map(str, differing))} ask for something else than rank 0 "
+                f"in allreduce; rank {self.rank} asks for the {what}. All ranks must pass one shape, dtype and op."
+            )
+        if table[:, 1].any():
             if op is not ReduceOp.SUM:
                 raise ConfigError(f"group '{self.group_name}': sparse tensors can be summed, not reduced by {op.name}")
             return True
-        return bool((table[:, 1] >= 0).all() and table[:, 1].max() <= MOSTLY_ZERO * data.shape[0])
+        return bool((table[:, 2] >= 0).all() and table[:, 2].max() <= MOSTLY_ZERO * data.shape[0])
 
     def _reduce_parts(self, phase: str, parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
         """Send part r to rank r and reduce this rank's part in rank order, 16-bit floats in float32."""
@@ -255,6 +259,13 @@ class _Contiguous:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None and not self.data.is_contiguous():
             self.data.copy_(self.flat.view(self.data.shape))
+
+
+def _num_nonzero_rows(data: Tensor) -> int:
+    """Rows that hold a value, or -1 where a tensor cannot be taken as rows."""
+    if data.dim() < 2 or data.numel() == 0 or data.dtype not in DTYPES or not data.is_contiguous():
+        return -1
+    return len(nonzero_rows(data.view(data.shape[0], -1)))
 
 
 def _bytes(data: Tensor) -> Tensor:

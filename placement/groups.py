@@ -38,6 +38,8 @@ class Reservation:
 
 def read_cluster() -> Inventory:
     """The live nodes of the connected cluster, with what they have and what is free right now."""
+    if not ray.is_initialized():
+        raise PlacementError("this process is not connected to Ray: call ray.init() first, or run it as a job")
     # Ray offers free resources by node only here; the public call sums over nodes, which hides where they are.
     return read_inventory(ray.nodes(), available_resources_per_node())  # type: ignore[no-untyped-call]
 

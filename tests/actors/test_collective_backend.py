@@ -11,7 +11,7 @@ from ray.util.collective import collective
 from ray.util.collective.types import ReduceOp
 
 from actors.collective_backend import BACKEND, register
-from collectives.errors import CollectiveTimeout, ConfigError
+from collectives.errors import CollectiveMismatch, CollectiveTimeout, ConfigError
 
 NUM_ROWS, WIDTH, TOUCHED = 4000, 16, 40
 
@@ -187,6 +187,22 @@ def test_what_cannot_be_done_is_said(peers: list[Any]) -> None:
             said, ("summed by allreduce only", "(3,) torch.float32", "not reduced by MAX"), strict=True
         ):
             assert part in text
+
+
+def test_ranks_that_disagree_learn_it_before_data_moves(peers: list[Any]) -> None:
+    def body(rank: int, size: int, name: str) -> tuple[str, float]:
+        try:
+            collective.allreduce(torch.zeros(3 + rank), name)
+        except CollectiveMismatch as error:
+            said = str(error)
+        after = torch.ones(1)
+        collective.allreduce(after, name)
+        return said, float(after)
+
+    for rank, (said, after) in enumerate(on_all(peers, body)):
+        assert "rank(s) 1 ask for something else than rank 0" in said
+        assert f"rank {rank} asks for the SUM of ({3 + rank},) torch.float32" in said
+        assert after == 2.0
 
 
 def test_a_rank_that_never_comes_is_named(ray_cluster: Mapping[str, str]) -> None:

@@ -13,6 +13,7 @@ from actors.errors import GroupStateError, WorkerError, WorkerLost
 from actors.group import TRANSITIONS, Failure, GroupState, WorkerGroup, root_cause
 from actors.worker import Report, WorkerContext
 from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost
+from placement.errors import PlacementError
 
 LOST = WorkerLost(rank=2, epoch=1, node="n", pid=1, cause="killed.")
 
@@ -48,6 +49,14 @@ def test_a_group_that_never_started_closes_and_refuses_to_run() -> None:
     group.shutdown()
     group.shutdown()
     assert group.state is GroupState.CLOSED
+
+
+def test_without_ray_a_start_says_what_to_do_and_starts_no_cluster() -> None:
+    if ray.is_initialized():
+        pytest.skip("another test of this process is connected")
+    with pytest.raises(PlacementError, match=r"call ray.init\(\) first"):
+        WorkerGroup(1).start()
+    assert not ray.is_initialized()
 
 
 def test_gpus_are_whole() -> None:
