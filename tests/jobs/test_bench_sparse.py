@@ -31,6 +31,7 @@ def test_near_optimality_and_balance_at_16_ranks(name, limit, figures) -> None:
     assert found["hashed_blocks"]["ratio_to_lower_bound"] <= found["hashed_rows"]["ratio_to_lower_bound"]
     if name != "bert":
         assert found["hashed_rows"]["ratio_to_lower_bound"] <= 1.13
+    assert all(f["metadata_bytes"] <= 0.005 * f["bottleneck_bytes"] for f in found.values())
     mean = found["hashed_rows"]["mean_bytes"] / found["hashed_rows"]["lower_bound_bytes"]
     assert mean <= 1.08
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from collectives.errors import CollectiveMismatch, ConfigError, GradientError
+from collectives.sparse import agreement
 from collectives.sparse.agreement import Layout, negotiate
 from collectives.sparse.all_reduce import ReduceQueue, default_choice, reduce_rows, sparse_all_reduce
 from collectives.sparse.ids import normalise, to_coo
 from collectives.sparse.rows import SparseRows
 from collectives.sparse.schemes import SCHEMES
-from collectives.transport import run_local
+from collectives.transport import all_gather_records, run_local
 
 EMPTY = torch.empty(0, dtype=torch.int64)
 
@@ -85,8 +86,8 @@ def test_user_14_sum_and_mean_are_explicit() -> None:
         ]
         with pytest.raises(ConfigError, match="op 'avg'"):
             sparse_all_reduce(ids, values, (8, 4), "avg", transport=t)
-        with pytest.raises(ConfigError, match="scheme 'colum'"):
-            sparse_all_reduce(ids, values, (8, 4), transport=t, scheme="colum")
+        with pytest.raises(ConfigError, match="scheme 'column2'"):
+            sparse_all_reduce(ids, values, (8, 4), transport=t, scheme="column2")
         return [float(x) for x in outcomes]
 
     assert run_local(4, body) == [[4.0, 1.0]] * 4
@@ -187,6 +188,22 @@ def test_user_19_disagreement_raises_on_all_ranks_before_data_moves(change, fiel
     assert run_local(3, body, timeout_s=20) == [{"metadata"}] * 3
 
 
+def test_damaged_metadata_is_noticed_on_all_ranks(monkeypatch) -> None:
+    def damaged(transport, phase, record):
+        table = all_gather_records(transport, phase, record)
+        table[1, agreement.FIELDS.index("k")] ^= 1 << 40
+        return table
+
+    monkeypatch.setattr(agreement, "all_gather_records", damaged)
+
+    def body(t):
+        with pytest.raises(CollectiveMismatch, match=r"metadata of rank\(s\) \[1\] arrived damaged"):
+            sparse_all_reduce(*sparse([1]), (8, 4), transport=t)
+        return set(t.traffic.sent)
+
+    assert run_local(3, body, timeout_s=20) == [{"metadata"}] * 3
+
+
 def test_an_input_that_is_invalid_on_one_rank_stops_all_ranks_at_once() -> None:
     def body(t):
         ids, values = sparse([9 if t.rank == 1 else 1])
@@ -269,12 +286,12 @@ def test_the_chooser_sees_what_all_ranks_agreed_on() -> None:
         )
         return seen[0], reduced.stats.scheme
 
-    for agreement, scheme in run_local(3, body):
+    for agreed, scheme in run_local(3, body):
         assert scheme == "hashed_rows"
-        assert (agreement.num_rows, agreement.width, agreement.itemsize, agreement.index_bytes) == (8, 4, 4, 4)
-        assert agreement.k.tolist() == [2, 1, 2]
-        assert agreement.sizes.shape == (3, 2)
-        assert agreement.granularity == "row"
+        assert (agreed.num_rows, agreed.width, agreed.itemsize, agreed.index_bytes) == (8, 4, 4, 4)
+        assert agreed.k.tolist() == [2, 1, 2]
+        assert agreed.sizes.shape == (3, 2)
+        assert agreed.granularity == "row"
 
 
 def test_default_choices() -> None:
