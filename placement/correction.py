@@ -15,10 +15,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from collectives.errors import ConfigError
-from placement.memory import MemoryPrediction
+from placement.memory import MemoryPrediction, MemoryTable
 
 Key = tuple[str, ...]
 """(family, GPU type, image, attention, predictor); a parent is a shorter tuple, the root is ()."""
+
+ANALYTIC, TRACED = "analytic", "traced"
+"""The last part of a key: which predictor's error was learned."""
 
 PRIOR_ROWS = 4
 """Rows that the parent's mean counts as."""
@@ -136,6 +139,11 @@ def correct(state: Correction, key: Key, prediction: MemoryPrediction) -> Memory
     shipped = prediction.allocated_upper / prediction.allocated
     corrected = prediction.corrected(factor(state, key), headroom(state, key, shipped))
     return corrected if key in state.tallies else replace(corrected, confidence=prediction.confidence)
+
+
+def correct_table(state: Correction, key: Key, table: MemoryTable) -> MemoryTable:
+    """The same for all plans of a job class at once."""
+    return replace(table, factor=factor(state, key), headroom=headroom(state, key, table.headroom))
 
 
 def moved(before: Correction, after: Correction, key: Key) -> float:

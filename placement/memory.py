@@ -95,10 +95,12 @@ class MemoryTable:
     """Bytes of other parts, the same for every plan."""
     headroom: float
     reserved_over_allocated: float
+    factor: float = 1.0
+    """What recorded runs multiply the centre with."""
 
     @property
     def allocated(self) -> Floats:
-        return np.maximum(self.first.allocated, self.last.allocated) + self.extra
+        return (np.maximum(self.first.allocated, self.last.allocated) + self.extra) * self.factor
 
     @property
     def reserved(self) -> Floats:
@@ -118,16 +120,16 @@ class MemoryTable:
     def __iter__(self) -> Iterator[MemoryPrediction]:
         return (self.prediction(index) for index in range(len(self)))
 
-    def prediction(self, index: int, confidence: Confidence = "known") -> MemoryPrediction:
+    def prediction(self, index: int = 0, confidence: Confidence = "known") -> MemoryPrediction:
         """One plan as plain numbers."""
         on_first = bool(self.first.allocated[index] > self.last.allocated[index])
         stage = self.first if on_first else self.last
         allocated = float(self.allocated[index])
         return MemoryPrediction(
-            static=float(stage.static[index]),
-            activations=float(stage.activations[index]),
-            logits=float(stage.logits[index]),
-            workspace=float(stage.workspace[index]) + self.extra,
+            static=float(stage.static[index]) * self.factor,
+            activations=float(stage.activations[index]) * self.factor,
+            logits=float(stage.logits[index]) * self.factor,
+            workspace=(float(stage.workspace[index]) + self.extra) * self.factor,
             context=float(self.gpu.context_bytes + self.gpu.nccl_bytes),
             allocated=allocated,
             reserved=float(self.reserved[index]),

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.catalogue import GIB, GpuType
+from placement.correction import ANALYTIC, Correction, correct_table
 from placement.errors import PlacementError
 from placement.jobs import PlanOption
-from placement.memory import Calibration, MemoryPrediction, predict
+from placement.memory import MemoryPrediction, MemoryTable, predict
 from placement.shapes import RECOMPUTE, Ints, Layout, ModelShape, Recompute, Setup, ShapeError
 from placement.speed import SpeedModel, step_time
 
@@ -54,6 +55,24 @@ class Search:
             return (self.pinned[degree],)
         tried: tuple[int, ...] = getattr(self, degree)
         return tried
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knowledge:
+    """What is known beyond first principles when plans are made."""
+
+    speed: Mapping[str, SpeedModel] = field(default_factory=dict)
+    """By GPU type; others get the default model."""
+    correction: Correction = field(default_factory=Correction)
+    """What recorded peaks taught."""
+    family: str = ""
+    image: str = ""
+    """Model family and software image: with GPU type and attention kernel the key of the correction."""
+
+    def table(self, shape: ModelShape, setup: Setup, layout: Layout, gpu: GpuType) -> MemoryTable:
+        """Predicted memory of the plans, corrected."""
+        key = (self.family, gpu.name, self.image, setup.attention, ANALYTIC)
+        return correct_table(self.correction, key, predict(shape, setup, layout, gpu))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,21 +139,19 @@ def enumerate_plans(
     setup: Setup,
     gpus: Sequence[GpuType],
     search: Search | None = None,
-    *,
-    speed: Mapping[str, SpeedModel] | None = None,
-    calibration: Calibration | None = None,
+    knowledge: Knowledge | None = None,
 ) -> PlanList:
-    """All plans worth queueing for on these GPU types. `speed` may hold a model per type.
+    """All plans worth queueing for on these GPU types.
 
     Raises PlacementError if no GPU type is given. No feasible plan is not an error: see `PlanList.nearest`.
     """
     if not gpus:
         raise PlacementError("no GPU type to plan for; name at least one from placement.catalogue")
-    search = search or Search()
-    found = _search(shape, setup, gpus, search, speed or {}, calibration)
+    search, knowledge = search or Search(), knowledge or Knowledge()
+    found = _search(shape, setup, gpus, search, knowledge)
     if found.plans:
         return found
-    return replace(found, nearest=_nearest(shape, setup, gpus, search, found, speed or {}, calibration))
+    return replace(found, nearest=_nearest(shape, setup, gpus, search, found, knowledge))
 
 
 def _search(
@@ -142,8 +159,7 @@ def _search(
     setup: Setup,
     gpus: Sequence[GpuType],
     search: Search,
-    speed: Mapping[str, SpeedModel],
-    calibration: Calibration | None,
+    knowledge: Knowledge,
 ) -> PlanList:
     plans: list[Plan] = []
     rejected: list[Rejected] = []
@@ -151,7 +167,7 @@ def _search(
         legal, broken = _legal_layouts(shape, setup, gpu, search)
         rejected += broken
         if len(legal):
-            mine, short = _fitting(shape, setup, gpu, search, legal, speed.get(gpu.name, SpeedModel()), calibration)
+            mine, short = _fitting(shape, setup, gpu, search, legal, knowledge)
             plans += mine
             rejected += short
     plans.sort(key=lambda plan: (-plan.samples_per_weighted_gpu_s, plan.num_gpus, plan.gpu_type))
@@ -235,8 +251,7 @@ def _fitting(
     gpu: GpuType,
     search: Search,
     legal: Layout,
-    model: SpeedModel,
-    calibration: Calibration | None,
+    knowledge: Knowledge,
 ) -> tuple[list[Plan], list[Rejected]]:
     """The Pareto front of what fits on this type, and what does not fit at any recomputation."""
     levels = [
@@ -247,7 +262,7 @@ def _fitting(
     chosen = np.full(len(legal), -1)
     least = np.full(len(legal), np.inf)
     for level in levels:
-        table = predict(shape, setup, replace(legal, recompute=np.full(len(legal), level)), gpu, calibration)
+        table = knowledge.table(shape, setup, replace(legal, recompute=np.full(len(legal), level)), gpu)
         need = table.nvml_upper
         chosen = np.where((chosen < 0) & (need <= gpu.memory_bytes), level, chosen)
         least = np.minimum(least, need)
@@ -256,10 +271,11 @@ def _fitting(
     if not fits.any():
         return [], short
     layout = replace(legal.take(fits), recompute=chosen[fits])
+    model = knowledge.speed.get(gpu.name, SpeedModel())
     seconds = step_time(shape, layout, gpu, setup.global_batch, model)
     front = pareto(layout.world, seconds)
     layout, seconds = layout.take(front), seconds[front]
-    table = predict(shape, setup, layout, gpu, calibration)
+    table = knowledge.table(shape, setup, layout, gpu)
     rate = setup.global_batch / (seconds * layout.world * gpu.price)
     plans = [
         Plan(
@@ -310,18 +326,17 @@ def _nearest(
     gpus: Sequence[GpuType],
     search: Search,
     found: PlanList,
-    speed: Mapping[str, SpeedModel],
-    calibration: Calibration | None,
+    knowledge: Knowledge,
 ) -> str:
     """The smallest change that makes the job fit: a pinned degree let go, else how far off the closest plan is."""
     if search.pinned:
         for name in search.pinned:
             freed = replace(search, pinned={key: value for key, value in search.pinned.items() if key != name})
-            plans = _search(shape, setup, gpus, freed, speed, calibration).plans
+            plans = _search(shape, setup, gpus, freed, knowledge).plans
             if plans:
                 best = min(plans, key=lambda plan: abs(getattr(plan, name) - search.pinned[name]))
                 return f"{name}={getattr(best, name)} instead of {search.pinned[name]} fits {best.gpu_type}"
-        plans = _search(shape, setup, gpus, replace(search, pinned={}), speed, calibration).plans
+        plans = _search(shape, setup, gpus, replace(search, pinned={}), knowledge).plans
         if plans:
             best = plans[0]
             changes = ", ".join(f"{name}={getattr(best, name)}" for name in search.pinned)

@@ -192,7 +192,7 @@ class Layout:
         context: int | Ints = 1,
         expert: int | Ints = 1,
         expert_tensor: int | Ints | None = None,
-        sequence_parallel: bool | Ints = False,
+        sequence_parallel: int | Ints = 0,
         sharding: int | Ints = 0,
         recompute: int | Ints = 0,
     ) -> Layout:

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.catalogue import GIB, gpu_type
+from placement.correction import ANALYTIC, Correction, Observation, observe
 from placement.errors import PlacementError
-from placement.plans import Search, broken_rule, enumerate_plans, pareto
+from placement.plans import Knowledge, Search, broken_rule, enumerate_plans, pareto
 from placement.shapes import Experts, Layout, ModelShape, Setup, ShapeError
 from placement.speed import SpeedModel, flops_per_token, step_time
 
@@ -154,5 +155,25 @@ def test_step_time_counts_bubble_and_recomputation():
 def test_a_measured_speed_replaces_the_estimate():
     setup = Setup(global_batch=8)
     plain = enumerate_plans(TINY, setup, [TYPES[0]]).plans
-    slow = enumerate_plans(TINY, setup, [TYPES[0]], speed={"A100-40": SpeedModel(scale=3.0)}).plans
+    slow = enumerate_plans(TINY, setup, [TYPES[0]], knowledge=Knowledge(speed={"A100-40": SpeedModel(scale=3.0)})).plans
     assert slow[0].step_time_s == pytest.approx(3 * plain[0].step_time_s)
+
+
+def test_recorded_peaks_decide_what_fits():
+    """Thirty runs that needed a third more than predicted: what just fitted does not any more."""
+    state = Correction()
+    for index in range(30):
+        key = ("llama", "A100-80", "", "fused", ANALYTIC)
+        state = observe(state, Observation(run_id=str(index), key=key, predicted_bytes=3e9, measured_bytes=4e9))
+    card = gpu_type("A100-80")
+    taught = Knowledge(correction=state, family="llama")
+    layout = Layout.of(micro_batch=1, tensor=4)
+    plain, corrected = (who.table(LLAMA, Setup(), layout, card) for who in (Knowledge(), taught))
+    assert corrected.allocated[0] / plain.allocated[0] == pytest.approx((4 / 3) ** (30 / 34))
+    assert corrected.prediction().static == pytest.approx(plain.prediction().static * (4 / 3) ** (30 / 34))
+    tight = replace(card, memory_bytes=int(plain.nvml_upper[0] * 1.02))
+    search = Search(pinned={"tensor": 4, "pipeline": 1, "context": 1, "data": 1, "micro_batch": 1}, recompute=("none",))
+    assert enumerate_plans(LLAMA, Setup(global_batch=1), [tight], search).plans
+    found = enumerate_plans(LLAMA, Setup(global_batch=1), [tight], search, taught)
+    assert not found.plans
+    assert found.nearest == "tensor=8 instead of 4 fits A100-80"
