@@ -27,6 +27,9 @@ from zenray.config import Section, load
 
 C = TypeVar("C", bound=Section)
 
+PLAIN_WIDTH = 140
+"""Columns of tables that are not shown on a terminal."""
+
 
 @dataclass
 class Run:
@@ -36,7 +39,7 @@ class Run:
     out: Path
     options: Mapping[str, Path]
     """Further file options of this job (--truth, --counts, --trace, --cluster), by name without dashes."""
-    console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
+    console: Console = field(default_factory=lambda: _new_console())
     baseline: dict[str, Any] = field(default_factory=dict)
     """Filled by the job: the figures of the baseline measured in the same run."""
 
@@ -51,6 +54,11 @@ class Run:
         for row in rows:
             table.add_row(*(format_cell(cell) for cell in row))
         self.console.print(table)
+
+
+def _new_console() -> Console:
+    """The terminal as it is; into a file or a pipe, wide enough for tables."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 
 
 def format_cell(value: object) -> str:

@@ -22,7 +22,7 @@ from actors.state import digest_of
 from actors.worker import Report
 from collectives.policy import SyncPolicy
 from jobs.job import Run, run_job
-from jobs.train_cluster import TrainCluster, shapes_links, train_behind_links, train_cluster
+from jobs.train_cluster import TrainCluster, shapes_links, train_behind_links, train_cluster, warn_of_temporary_folder
 from jobs.train_config import TrainConfig
 from jobs.workloads.click_log import ClickLog
 from jobs.workloads.stdlib_lm import StdlibLm
@@ -65,6 +65,7 @@ def train(config: TrainConfig, run: Run) -> dict[str, Any]:
     """The job: cluster, record, training, tables."""
     if shapes_links(config, run.say):
         return train_behind_links(config, run)
+    warn_of_temporary_folder(run.say)
     workload, plan = workload_of(config), plan_of(config, run.out)
     with (
         train_cluster(config) as cluster,
@@ -153,7 +154,7 @@ def progress_of(run: Run, plan: TrainPlan) -> Iterator[Any]:
         TaskProgressColumn(),
         TextColumn("{task.fields[facts]}"),
     )
-    with Progress(*columns, TimeRemainingColumn(), console=run.console, transient=False) as bars:
+    with Progress(*columns, TimeRemainingColumn(), console=run.console, refresh_per_second=2) as bars:
         tasks = {v.name: bars.add_task(v.name, total=plan.steps, facts="") for v in plan.variants}
 
         def show(block: Block) -> None:

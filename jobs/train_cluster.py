@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -46,15 +47,23 @@ def shapes_links(config: TrainConfig, say: Callable[[str], None]) -> bool:
     """Whether this process must build links first. Raises ConfigError where it must but cannot."""
     if config.link is None or LINK_RECORD in os.environ:
         return False
-    if os.environ.get("RAY_ADDRESS"):
-        raise ConfigError("link builds a cluster of its own, but RAY_ADDRESS names one: unset it, or set link=none")
-    reason = unavailable_reason()
+    address = os.environ.get("RAY_ADDRESS")
+    reason = f"RAY_ADDRESS={address} names a cluster to join" if address else unavailable_reason()
     if reason is None:
         return True
     if config.link_required:
         raise ConfigError(f"link={config.link:.0f} bit/s cannot be built here: {reason}. Set link=none to run without.")
-    say(f"links cannot be shaped here ({reason}): training over this machine's loopback, where bytes cost little")
+    say(f"links are not shaped: {reason}")
     return False
+
+
+def warn_of_temporary_folder(say: Callable[[str], None]) -> None:
+    """Inside `ray job submit` the current directory is a copy that Ray removes some time after the job."""
+    if "runtime_resources" in Path.cwd().parts and "MLFLOW_TRACKING_URI" not in os.environ:
+        say(
+            f"results and records go to {Path.cwd()}, Ray's copy of the working directory, which is removed later; to keep "
+            f"them give --out an absolute path and set MLFLOW_TRACKING_URI (--runtime-env-json env_vars)"
+        )
 
 
 def train_behind_links(config: TrainConfig, run: Run) -> dict[str, Any]:

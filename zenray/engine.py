@@ -248,6 +248,7 @@ def train_rank(plan: TrainPlan, workload: Workload, context: WorkerContext) -> d
     Reports: one "probe" record, and one "block" record a block and variant, from rank 0; one "traffic" record a block and
     variant from every rank; "event" records. Raises what the collectives raise; then the group is unusable.
     """
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]  # else each Adagrad warns
     check_equal_facts(workload, context)
     if context.rank == 0:
         context.report({"kind": "probe"} | probe_all_reduce())
