@@ -64,6 +64,7 @@ class GlooWatch:
         for peer in self.peers:
             words = torch.empty(2, dtype=torch.int64)
             self.farewells[peer] = (words, post_recv(group, peer, words, _FAREWELL))
+        self.goodbyes: list[dist.Work] = []
         self.wake = threading.Event()
         if self.peers:
             weakref.finalize(self, self.wake.set)
@@ -96,8 +97,9 @@ class GlooWatch:
         self.deadline = deadline = time.monotonic() + timeout_s
         try:
             work.wait(timedelta(seconds=timeout_s + GRACE_S))
-        except RuntimeError:
-            self.gave_up = time.monotonic() >= deadline
+        except RuntimeError as error:
+            # Inside a collective the group's own limit may be the shorter one.
+            self.gave_up = time.monotonic() >= deadline or "timed out" in str(error).lower()
             raise
         finally:
             self.deadline = None
@@ -198,7 +200,7 @@ class GlooWatch:
         self.said_farewell = True
         for peer in self.peers:
             try:
-                post_send(self.group, peer, torch.tensor([kind, rank]), _FAREWELL)
+                self.goodbyes.append(post_send(self.group, peer, torch.tensor([kind, rank]), _FAREWELL))
             except RuntimeError:
                 continue
 

@@ -132,25 +132,25 @@ def sparse_suite(transport: TorchTransport, config: dict[str, Any]) -> Sequence[
     rows = SparseRows(ids, values, work.num_rows)
     dense, total = (torch.zeros(work.num_rows, work.width) for _ in range(2))
     dense[ids] = values
-    coo: list[Tensor] = []
+    gradient: list[Tensor] = []
 
     def all_reduce() -> Tensor:
         transport.all_reduce("dense", total)
         return total
 
-    def make_coo() -> None:
-        coo[:] = [torch.sparse_coo_tensor(ids[None], values.clone(), tuple(dense.shape), is_coalesced=True)]
+    def make_gradient() -> None:
+        gradient[:] = [torch.sparse_coo_tensor(ids[None], values.clone(), tuple(dense.shape), is_coalesced=True)]
 
     def gloo_sparse() -> SparseRows:
-        dist.all_reduce(coo[0])
-        return SparseRows(coo[0].indices()[0], coo[0].values(), work.num_rows)
+        dist.all_reduce(gradient[0])
+        return SparseRows(gradient[0].indices()[0], gradient[0].values(), work.num_rows)
 
     def scheme(name: str) -> Callable[[], SparseRows]:
         return lambda: reduce_rows(rows, "sum", transport=transport, scheme=name, name="embedding").rows
 
     baselines = [
         Contender("dense", all_reduce, lambda: total.copy_(dense)),
-        Contender("gloo_sparse", gloo_sparse, make_coo, lambda: total),
+        Contender("gloo_sparse", gloo_sparse, make_gradient, lambda: total),
     ]
     return baselines + [Contender(name, scheme(name), reference=lambda: total) for name in [*SCHEMES, "auto"]]
 
