@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from functools import partial
 from statistics import NormalDist
 
 import numpy as np
@@ -43,41 +44,42 @@ class Link:
     copy_bytes_per_s: float
 
 
-PROBE_REPEATS = 3
+PROBE_REPEATS = 5
 PROBE_TARGET_S = 0.02
 """A transfer this long is dominated by bandwidth; the probe grows its buffer until one takes that long."""
-PROBE_MAX_BYTES = 4 << 20
+PROBE_BYTES = 2 << 20, 16 << 20
+"""First and last amount that each rank sends to all others together."""
 
 
 def probe_link(transport: Transport) -> Link:
     """Measure the link and the memory once; a collective call. All ranks return equal values.
 
-    Takes about 0.2 s on a fast link and up to 5 s at 100 Mbit/s: a buffer of 64 KiB a peer grows fourfold until one
-    exchange takes 20 ms or 4 MiB a peer are reached.
+    Takes about 0.3 s on a fast link and 2 s at 100 Mbit/s. The best of a few repetitions counts, because neighbours on
+    the machine only ever slow it down.
     """
     n = transport.size
     pack, copy = _memory_rates(transport.device)
     if n == 1:
         return Link(1, 0.0, 0.0, 0.0, math.inf, math.inf, pack, copy)
-    everyone, neighbour = others(transport), [others(transport)[0]]
-    round_s = _slowest(transport, lambda: _swap(transport, everyone, everyone, 8), repeats=2 * PROBE_REPEATS)
-    pair_s = _slowest(transport, lambda: _swap(transport, neighbour, [others(transport)[-1]], 8))
+    everyone = others(transport)
+    round_s = _slowest(transport, lambda: _swap(transport, everyone, everyone, 8))
+    pair_s = round_s if n == 2 else _slowest(transport, lambda: _swap(transport, everyone[:1], everyone[-1:], 8))
     tiny = torch.zeros(2, device=transport.device)
     all_reduce_s = _slowest(transport, lambda: transport.all_reduce("probe", tiny))
 
-    num_bytes = 64 << 10
-    while True:
-        elapsed_s = _slowest(transport, lambda size=num_bytes: _swap(transport, everyone, everyone, size))  # type: ignore[misc]
-        if elapsed_s >= PROBE_TARGET_S or num_bytes >= PROBE_MAX_BYTES:
-            break
-        num_bytes *= 4
-    rate = (n - 1) * num_bytes / max(elapsed_s - round_s, 1e-9)
-    data = torch.zeros(n * num_bytes // 8, device=transport.device)
+    num_bytes, last = PROBE_BYTES
+    part = partial(_swap, transport, everyone, everyone)
+    while (elapsed_s := _slowest(transport, partial(part, num_bytes // (n - 1)))) < PROBE_TARGET_S and num_bytes < last:
+        num_bytes *= 2
+    data = torch.zeros(num_bytes // 4, device=transport.device)
     dense_s = _slowest(transport, lambda: transport.all_reduce("probe", data))
-    dense_rate = 2 * (n - 1) / n * data.nbytes / max(dense_s - all_reduce_s, 1e-9)
+    rate, dense_rate = _rate(num_bytes, elapsed_s, round_s), _rate(2 * (n - 1) / n * data.nbytes, dense_s, all_reduce_s)
+    return _agree(transport, Link(n, round_s, pair_s, all_reduce_s, rate, dense_rate, pack, copy))
 
-    mine = Link(n, round_s, pair_s, all_reduce_s, rate, dense_rate, pack, copy)
-    return _agree(transport, mine)
+
+def _rate(num_bytes: float, elapsed_s: float, latency_s: float) -> float:
+    """Bytes per second without the latency, of which a disturbed measurement may claim at most half the time."""
+    return num_bytes / max(elapsed_s - latency_s, elapsed_s / 2)
 
 
 def _agree(transport: Transport, mine: Link) -> Link:
@@ -96,17 +98,16 @@ def _swap(transport: Transport, to: list[int], source: list[int], num_bytes: int
             exchange.send(peer, data)
 
 
-def _slowest(transport: Transport, body: Callable[[], None], repeats: int = PROBE_REPEATS) -> float:
-    """Seconds of the best repetition (after one warm-up), the maximum over ranks: equal on all ranks."""
-    body()
-    best_ns = None
-    for _ in range(repeats):
-        all_gather_records(transport, "metadata", [0])
+def _slowest(transport: Transport, body: Callable[[], None]) -> float:
+    """Seconds of the best repetition (after one warm-up), the slowest rank's of each: equal on all ranks."""
+    best_ns = np.iinfo(np.int64).max
+    for repetition in range(PROBE_REPEATS + 1):
         start_ns = time.perf_counter_ns()
         body()
         elapsed_ns = time.perf_counter_ns() - start_ns
-        best_ns = elapsed_ns if best_ns is None else min(best_ns, elapsed_ns)
-    return float(all_gather_records(transport, "metadata", [best_ns or 0]).max()) / 1e9
+        slowest_ns = int(all_gather_records(transport, "metadata", [elapsed_ns]).max())
+        best_ns = min(best_ns, slowest_ns) if repetition else best_ns
+    return max(best_ns, 1) / 1e9
 
 
 def _memory_rates(device: torch.device) -> tuple[float, float]:

@@ -89,7 +89,8 @@ class GradientReducer:
         """Reduce a dense gradient by its touched rows, in place; or return its load and leave it to the dense path."""
         matrix = buffer[place.start : place.stop].view(place.shape)
         ids = touched_rows(matrix)
-        rows = SparseRows(ids, matrix.index_select(0, ids), place.shape[0])
+        values = matrix if len(ids) == len(matrix) else matrix.index_select(0, ids)
+        rows = SparseRows(ids, values, len(matrix))
         agreement = self._negotiate(place.name, rows, Layout.DENSE)
         load = load_of(agreement, is_dense=True)
         choice = self.planner.choose(place.name, load, self.policy.scheme_for(place.name, is_dense=True))

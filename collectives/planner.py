@@ -35,6 +35,8 @@ TRIALS = 3
 WINDOW = 5
 """Observed-to-predicted ratios kept per scheme; their median is the correction."""
 GAMMA_WEIGHT = 0.3
+MAX_ROW_SHARE = 0.5
+"""A dense gradient with more touched rows than this is not tried as sparse rows: even two ranks would gain little."""
 MAX_SCAN_PAUSE = 64
 MAX_RECORDS = 10_000
 POLICY_REASON = "set by the policy"
@@ -126,8 +128,11 @@ def choose_scheme(
     best, second = ranking[0], ranking[1]
     if override is not None:
         return choice(override, POLICY_REASON)
+    share = load.total / load.size / load.num_rows
     if load.width == 1 and dense_wins_on_elements(load):
-        return choice("dense", f"too dense for element ids ({load.total / load.size / load.num_rows:.1%} touched)")
+        return choice("dense", f"too dense for element ids ({share:.1%} touched)")
+    if load.is_dense and share > MAX_ROW_SHARE:
+        return choice("dense", f"a dense gradient with {share:.1%} of its rows touched")
     if current is not None and current in names and hoped_s(best) >= SWITCH_GAIN * hoped_s(current):
         return choice(current, "fastest" if best == current else f"kept: {best} gains under {1 - SWITCH_GAIN:.0%}")
     if known and best not in known:

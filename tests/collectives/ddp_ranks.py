@@ -377,7 +377,7 @@ def run_all(transport: Transport, config: Mapping[str, Any]) -> dict[str, Any]:
     todo = {name: lambda case=case: compare(case, transport) for name, case in CASES.items()}
     todo |= {behaviour.__name__: lambda behaviour=behaviour: behaviour(transport) for behaviour in BEHAVIOURS}
     for name, body in todo.items():
-        if config["only"] and name not in config["only"]:
+        if name in config["without"]:
             continue
         started = time.monotonic()
         results[name] = body()

@@ -14,14 +14,9 @@ import pytest
 from jobs.ranks import RankProcesses, run_ranks
 
 RANKS = Path(__file__).with_name("ddp_ranks.py")
+SCHEMES = ("agsparse", "column", "zen_rows", "hashed_rows", "sparcml", "dense")
 CASES = (
     "auto",
-    "scheme_agsparse",
-    "scheme_column",
-    "scheme_zen_rows",
-    "scheme_hashed_rows",
-    "scheme_sparcml",
-    "scheme_dense",
     "by_name",
     "accumulation",
     "many_buckets",
@@ -34,12 +29,14 @@ CASES = (
     "clipping",
     "padding_only_on_one_rank",
 )
-TOLERANCE = dict.fromkeys(CASES, 1e-6) | {"mixed_bfloat16": 2e-2}
+TOLERANCE = {"mixed_bfloat16": 2e-2}
 
 
 @functools.cache
 def launch(size: int) -> list[dict[str, Any]]:
-    return run_ranks(size, f"{RANKS}:run_all", {"only": []}, timeout_s=200)
+    """Single schemes run on three ranks only: on two, most of them are the same exchange."""
+    without = [] if size == 3 else ["predictions", *(f"scheme_{scheme}" for scheme in SCHEMES)]
+    return run_ranks(size, f"{RANKS}:run_all", {"without": without}, timeout_s=240)
 
 
 @pytest.fixture(params=[2, 3], ids=["2_ranks", "3_ranks"])
@@ -50,9 +47,19 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_equal_the_oracle_and_are_bit_identical_on_all_ranks(ranks: list[dict[str, Any]], case: str) -> None:
+    check_training(ranks, case)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_set_by_the_policy_trains_like_the_oracle(scheme: str) -> None:
+    check_training(launch(3), f"scheme_{scheme}")
+    assert {record[2] for record in launch(3)[0][f"scheme_{scheme}"]["records"]} == {scheme}
+
+
+def check_training(ranks: list[dict[str, Any]], case: str) -> None:
     for result in ranks:
         errors, moved = result[case]["errors"], result[case]["moved"]
-        assert max(errors.values()) < TOLERANCE[case], errors
+        assert max(errors.values()) < TOLERANCE.get(case, 1e-6), errors
         assert all(value > 5e-4 for name, value in moved.items() if name != "extra.weight"), moved
     assert len({str(result[case]["digests"]) for result in ranks}) == 1
     assert not any(result[case]["thread_alive"] for result in ranks)
@@ -75,11 +82,6 @@ def test_all_parameters_are_synchronised_in_every_backward_pass(ranks: list[dict
 def test_a_policy_by_name_routes_each_parameter(ranks: list[dict[str, Any]]) -> None:
     schemes = {tensor: scheme for tensor, _, scheme, *_ in ranks[0]["by_name"]["records"]}
     assert schemes == {"words.weight": "column", "dense_table.weight": "agsparse", "bag.weight": "dense"}
-
-
-def test_every_scheme_by_name_is_the_one_that_runs(ranks: list[dict[str, Any]]) -> None:
-    for scheme in ("agsparse", "column", "zen_rows", "hashed_rows", "sparcml", "dense"):
-        assert {record[2] for record in ranks[0][f"scheme_{scheme}"]["records"]} == {scheme}
 
 
 def test_the_policy_changes_behind_the_hook(ranks: list[dict[str, Any]]) -> None:
@@ -173,8 +175,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: list[dict[str, Any
 # --- prediction and failure -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["agsparse", "column", "zen_rows", "hashed_rows", "sparcml", "dense"])
-def test_predicted_bytes_are_within_5_percent_after_three_steps(ranks: list[dict[str, Any]], scheme: str) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_predicted_bytes_are_within_5_percent_after_three_steps(scheme: str) -> None:
+    ranks = launch(3)
     settled = ranks[0]["predictions"][scheme][3:]
     assert len(settled) == 3
     for record in settled:

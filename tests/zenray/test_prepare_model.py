@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,16 @@ def test_one_rank_trains_as_without_zenray() -> None:
 
 
 @pytest.mark.usefixtures("group_of_one")
+def test_a_model_that_is_dropped_ends_its_thread() -> None:
+    model = zenray.prepare_model(Model(), timeout_s=10)
+    trained(model)
+    assert "zenray-sync" in {thread.name for thread in threading.enumerate()}
+    del model
+    gc.collect()
+    assert "zenray-sync" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.usefixtures("group_of_one")
 def test_off_leaves_plain_ddp() -> None:
     model = zenray.prepare_model(Model(), policy="off")
     assert isinstance(model, DistributedDataParallel)
@@ -141,7 +153,8 @@ def results() -> list[dict[str, Any]]:
 def test_explain_shows_every_parameter_with_predicted_and_observed_cost(results: list[dict[str, Any]]) -> None:
     for result in results:
         table, weight, bias = result["rows"]
-        assert table[:2] == ["table.weight", "agsparse"]
+        assert table[0] == "table.weight"
+        assert table[1] in ("agsparse", "sparcml"), "the same exchange between two ranks"
         assert table[2] == table[3] == 2 * (8 * 4 + 4)
         assert table[4] > 0
         assert weight == ["head.weight", "dense", 0, 0, 0.0]
