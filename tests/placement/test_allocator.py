@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.errors import ConfigError
@@ -82,6 +82,7 @@ def test_misuse_is_an_error():
     st.booleans(),
     st.sampled_from([None, 20 * MIB]),
 )
+@settings(deadline=None)
 def test_what_is_live_is_within_blocks_and_blocks_within_segments(steps, expandable, max_split):
     events, live = [], []
     for index, (frees, size) in enumerate(steps):
@@ -90,15 +91,16 @@ def test_what_is_live_is_within_blocks_and_blocks_within_segments(steps, expanda
         else:
             events.append((index, size))
             live.append(index)
-    settings = AllocatorSettings(expandable_segments=expandable, max_split_bytes=max_split)
-    found = replay(events, settings)
+    config = AllocatorSettings(expandable_segments=expandable, max_split_bytes=max_split)
+    found = replay(events, config)
     assert found.requested <= found.allocated <= found.reserved
-    again = replay([*events, *((identity, -1) for identity in live)], settings)
+    again = replay([*events, *((identity, -1) for identity in live)], config)
     assert again.reserved == found.reserved
 
 
 @given(st.integers(1, 30 * MIB), st.integers(1, 20), st.booleans())
+@settings(deadline=None)
 def test_a_repeated_step_of_equal_tensors_reserves_nothing_more(size, count, expandable):
-    settings = AllocatorSettings(expandable_segments=expandable)
+    config = AllocatorSettings(expandable_segments=expandable)
     step = [(i, size) for i in range(count)] + [(i, -1) for i in range(count)]
-    assert replay(step + step, settings).reserved == replay(step, settings).reserved
+    assert replay(step + step, config).reserved == replay(step, config).reserved

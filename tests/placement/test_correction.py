@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.errors import ConfigError
@@ -42,6 +42,7 @@ def test_the_mean_is_shrunk_by_four_rows():
     st.floats(0.01, 100.0),
     st.sampled_from([KEY, SIBLING, STRANGER]),
 )
+@settings(deadline=None)
 def test_one_run_moves_a_key_by_at_most_a_fifth_of_its_error(own, others, bad, where):
     state = learned(own)
     for index, ratio in enumerate(others):
@@ -54,6 +55,7 @@ def test_one_run_moves_a_key_by_at_most_a_fifth_of_its_error(own, others, bad, w
 
 
 @given(st.lists(st.floats(0.3, 3.0), min_size=1, max_size=20), st.integers(0, 19))
+@settings(deadline=None)
 def test_a_run_can_be_taken_back_exactly(ratios, index):
     state = learned(ratios)
     name = f"gpt-{index % len(ratios)}"
@@ -67,6 +69,7 @@ def test_a_run_can_be_taken_back_exactly(ratios, index):
 
 
 @given(st.permutations([0.9, 1.0, 1.1, 1.25, 1.02]))
+@settings(deadline=None)
 def test_order_does_not_matter(ratios):
     state = Correction()
     for ratio in ratios:

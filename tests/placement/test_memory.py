@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.activations import in_flight, score_bytes
-from placement.calibrate import Evidence, fit, headroom_of, predict_case
+from placement.calibrate import Evidence, cross_validate, fit, headroom_of, predict_case
 from placement.catalogue import MIB, gpu_type
 from placement.marp import marp, megatron_formula
 from placement.megatron import Case, Unsupported, is_dense_gpt, read_case
@@ -320,6 +320,15 @@ def test_one_wild_row_does_not_pull_the_fit():
     evidence = generated()
     wild = replace(evidence, measured=np.concatenate([evidence.measured[:-1], evidence.measured[-1:] * 1.6]))
     assert fit(wild).slack_bytes == pytest.approx(fit(evidence).slack_bytes, rel=0.3)
+
+
+def test_each_class_is_judged_by_constants_that_never_saw_it():
+    evidence = generated(num_classes=4, per_class=3)
+    own = np.array([name == "3" for name in evidence.classes])
+    strange = replace(evidence, measured=np.where(own, evidence.measured * 1.5, evidence.measured))
+    folds = cross_validate(strange)
+    assert folds[-1] == fit(evidence.take(~own))
+    assert folds[0].headroom > 1.3 > folds[-1].headroom
 
 
 def test_headroom_is_the_conformal_quantile():
