@@ -83,7 +83,7 @@ def cross_attention(shape: ModelShape, setup: Setup, layout: Layout) -> tuple[Fl
     return own + keys, n * score_bytes(setup) * shape.heads * shape.encoder_seq / t
 
 
-def mixture_layer(shape: ModelShape, setup: Setup, layout: Layout, copies: float, imbalance: float) -> LayerBytes:
+def mixture_layer(shape: ModelShape, setup: Setup, layout: Layout, copies: float) -> LayerBytes:
     """A layer whose MLP is a mixture of experts. `copies`: times the routed tokens are kept besides the experts' input,
     by permutation, exchange and weighting."""
     assert shape.experts is not None
@@ -91,7 +91,7 @@ def mixture_layer(shape: ModelShape, setup: Setup, layout: Layout, copies: float
     n, up = tokens(shape, layout), 2 if shape.gated else 1
     attention, scores = self_attention(shape, setup, layout, shape.seq)
     local = n / split
-    routed = local * layout.expert_tensor * x.top_k * imbalance * x.imbalance
+    routed = local * layout.expert_tensor * x.top_k * x.imbalance
     experts = routed * (2 * h + 2 * (1 + up) * x.ffn / layout.expert_tensor) + copies * 2 * h * local * x.top_k
     router = local * x.num_experts * 9
     shared = n * 2 * (1 + up) * x.shared_ffn / t

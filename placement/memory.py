@@ -57,8 +57,6 @@ class Calibration:
     moe_slack_bytes: float = 20.0 * MIB
     expert_copies: float = 2.0
     """Times the routed tokens are kept by permutation, exchange and weighting."""
-    expert_imbalance: float = 1.0
-    """Busiest rank over the mean when nothing is known of the router."""
     reserved_over_allocated: float = 1.03
     """Segments held over live bytes; replaced by the allocator replay where a trace exists."""
     headroom: float = 1.10
@@ -254,7 +252,7 @@ def _stage_layers(shape: ModelShape, setup: Setup, layout: Layout, constants: Ca
     dense = dense_layer(shape, setup, layout)
     mixture = encoder = None
     if shape.experts is not None:
-        mixture = mixture_layer(shape, setup, layout, constants.expert_copies, constants.expert_imbalance)
+        mixture = mixture_layer(shape, setup, layout, constants.expert_copies)
     if shape.encoder_layers:
         encoder = dense_layer(replace(shape, seq=shape.encoder_seq), setup, layout)
         kept, scores = cross_attention(shape, setup, layout)

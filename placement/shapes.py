@@ -99,6 +99,8 @@ class ModelShape:
         for name in ("layers", "hidden", "heads", "seq", "vocab"):
             if getattr(self, name) < 1:
                 raise ShapeError(f"{name} = {getattr(self, name)}: a model needs at least 1")
+        if self.encoder_layers and self.encoder_seq < 1:
+            raise ShapeError(f"{self.encoder_layers} encoder layers without encoder_seq, the encoder's tokens")
         if self.head_dim == 0 and self.hidden % self.heads:
             raise ShapeError(f"hidden {self.hidden} is not a multiple of heads {self.heads}; give head_dim")
         if self.groups and self.heads % self.groups:
