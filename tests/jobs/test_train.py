@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from collectives.errors import ConfigError
 from collectives.policy import SyncPolicy
 from jobs.job import Run
+from jobs.links import unavailable_reason
 from jobs.train import plan_of, workload_of
 from jobs.train_cluster import shapes_links
 from jobs.train_config import TrainConfig
@@ -110,13 +112,13 @@ def test_sigterm_closes_the_record(start, tmp_path):
     for line in job.stdout:
         if "step     4" in line:
             break
+    sent_ms = time.time() * 1000
     job.send_signal(signal.SIGTERM)
     job.wait(timeout=30)
     assert job.returncode == 128 + signal.SIGTERM
     _, found = runs(tmp_path)
     assert {run.info.status for run in found.values()} == {"KILLED"}
-    stopped_ms = max(run.info.end_time for run in found.values()) - min(run.info.end_time for run in found.values())
-    assert stopped_ms < 3000
+    assert max(run.info.end_time for run in found.values()) - sent_ms < 9000  # 3 s on a quiet machine
 
 
 def test_a_bad_key_has_its_exit_code(start):
@@ -124,6 +126,29 @@ def test_a_bad_key_has_its_exit_code(start):
     _, errors = wrong_key.communicate(timeout=60)
     assert wrong_key.returncode == 2
     assert "did you mean 'policy'" in errors
+
+
+@pytest.mark.network
+def test_behind_shaped_links_the_wire_agrees_with_the_counters(tmp_path):
+    if reason := unavailable_reason():
+        pytest.skip(f"links cannot be shaped: {reason}")
+    command = [
+        *COMMAND,
+        "steps=6",
+        "link=200mbit",
+        "stdlib_lm.rows=32768",
+        f"tracking.uri=sqlite:///{tmp_path}/mlflow.db",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = json.loads((tmp_path / "out" / "result.json").read_text())["metrics"]
+    assert metrics["self_check"]["verdict"] in ("ok", "void")  # void: the machine was too busy to vouch for times
+    assert metrics["cluster"]["links"]["shaping"]["rate_bits_per_s"] == 2e8
+    dense = metrics["variants"]["ddp_dense"]
+    assert dense["sent_bytes_per_step"] < dense["wire_bytes_per_step"] < 1.15 * dense["sent_bytes_per_step"]
+    assert {run.info.status for run in runs(tmp_path)[1].values()} == {"FINISHED"}
 
 
 # --- the engine, on one group of two workers ---------------------------------------------------------------------------
