@@ -26,6 +26,7 @@ from collectives.transport import Transport
 from placement.inventory import Place, Seat
 
 _PROBE_TAG = (1 << 31) - 1
+"""A tag under which nobody sends, apart from those that transports use."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class GpuWorker:
         """Make the collectives that the running function waits in, and all later ones, raise."""
         if self.transport is not None:
             self.transport.abort()
-            for group in dist.distributed_c10d._world.pg_map:
+            for group in list(dist.distributed_c10d._world.pg_map):
                 if group is not dist.group.WORLD:  # made by the function, such as a hook's own group
                     close_connections(group)
 
@@ -170,6 +171,8 @@ def _execute(function: RankFunction, context: WorkerContext, events: queue.Simpl
 def close_connections(group: dist.ProcessGroup) -> None:
     """End every pending operation of this rank in `group`. Gloo's own abort does not: a timed-out receive does."""
     try:
+        if dist.get_world_size(group) == 1:
+            return
         if dist.get_backend(group) == "gloo":
             pending = dist.irecv(torch.empty(1), group=group, tag=_PROBE_TAG)
             assert pending is not None
