@@ -63,7 +63,10 @@ def parts(shape: ModelShape, setup: Setup, layout: Layout) -> list[float]:
     ],
 )
 def test_the_closed_form_gives_the_published_components(shape, setup, layout, expected):
-    """Hand-computed components of six layouts in MiB, and their sum with 64 for all else; biases are split by t here and counted whole there."""
+    """Hand-computed components of six layouts in MiB, and their sum with 64 for all else.
+
+    Biases are split by t here and counted whole there.
+    """
     found = parts(shape, setup, layout)
     assert found[0] == pytest.approx(expected[0], rel=4e-3)
     assert found[1:] == pytest.approx(expected[1:3], abs=1.0)
