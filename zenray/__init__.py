@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from actors.errors import GroupStateError, WorkerError, WorkerLost, WorkerTimeout
+    from actors.state import CheckpointError
     from collectives.errors import (
         CollectiveError,
         CollectiveMismatch,
@@ -41,11 +42,13 @@ _HOMES = {
     "WorkerLost": "actors.errors",
     "WorkerTimeout": "actors.errors",
     "GroupStateError": "actors.errors",
+    "CheckpointError": "actors.state",
     "TrackingError": "zenray.tracking",
 }
 """Where each public name lives; read at its first use."""
 
 __all__ = [
+    "CheckpointError",
     "CollectiveError",
     "CollectiveMismatch",
     "CollectiveTimeout",
