@@ -77,6 +77,8 @@ class _Job:
     """What every step of one reduction needs."""
 
     codec: Codec
+    result_codec: Codec
+    """For the second encode: a bound relative to the tensor is taken from the result's chunk, not from the input."""
     transport: Transport
     weights: Sequence[float] | None
     scale: float
@@ -100,7 +102,7 @@ class _Job:
         part = self.owner_residual
         part = None if part is None else part.part(span.start - offset, span.stop - offset)
         seed = derive_seed(self.seed, self.transport.size, span.start)
-        return self.codec.reduce_encode(packets, _numel(span), self.weights, self.scale, part, out, seed)
+        return self.result_codec.reduce_encode(packets, _numel(span), self.weights, self.scale, part, out, seed)
 
     def wire(self, span: slice) -> int:
         """Bytes of the packet of a span, at most."""
@@ -125,9 +127,8 @@ def two_shot(
     encode. seed: equal on all ranks, new for each tensor and step (`derive_seed(seed, step, name)`).
     Bytes sent per rank: 2(n-1)/n of the packet of the whole tensor.
     """
-    codec = codec.for_tensor(x)
-    scale = _scale(op, transport.size, weights)
-    job = _Job(codec, transport, weights, scale, residual, owner_residual, seed, workspace or Workspace())
+    scale, space = _scale(op, transport.size, weights), workspace or Workspace()
+    job = _Job(codec.for_tensor(x), codec, transport, weights, scale, residual, owner_residual, seed, space)
     return _run(x, job, op, _two_shot_parts if codec.fixed_size else _two_shot_sized)
 
 
@@ -208,7 +209,7 @@ def reduce_scatter(
     x is left as it was. The flags are those of this rank's chunk alone. Bytes sent per rank: (n-1)/n of the packet.
     """
     codec, space = codec.for_tensor(x), workspace or Workspace()
-    job = _Job(codec, transport, weights, _scale(op, transport.size, weights), residual, None, seed, space)
+    job = _Job(codec, codec, transport, weights, _scale(op, transport.size, weights), residual, None, seed, space)
     flat, cuts = x.reshape(-1).float(), Chunks.of(x.numel(), transport.size, 1)
     spans = [cuts.whole(r) for r in range(transport.size)]
     own = spans[transport.rank]
@@ -238,7 +239,7 @@ def one_shot(
     """
     codec = codec.for_tensor(x)
     scale = _scale(op, transport.size, weights)
-    job = _Job(codec, transport, weights, scale, residual, None, seed, workspace or Workspace())
+    job = _Job(codec, codec, transport, weights, scale, residual, None, seed, workspace or Workspace())
     return _run(x, job, op, _one_shot)
 
 
@@ -266,7 +267,9 @@ def recursive_doubling(
     """
     if transport.size & (transport.size - 1):
         raise ConfigError(f"recursive doubling needs a power of two of ranks, not {transport.size}; use two_shot")
-    job = _Job(codec, transport, None, _scale(op, transport.size, None), None, None, seed, workspace or Workspace())
+    job = _Job(
+        codec, codec, transport, None, _scale(op, transport.size, None), None, None, seed, workspace or Workspace()
+    )
     return _run(x, job, op, _doubling)
 
 
@@ -308,7 +311,7 @@ def homomorphic(
         raise ConfigError(f"{codec.name} adds integers, so weights must be 0 or 1; got {list(weights)}; use two_shot")
     agreed = codec.agree(x, transport)
     scale = _scale(op, transport.size, weights)
-    job = _Job(agreed, transport, weights, scale, residual, None, 0, workspace or Workspace())
+    job = _Job(agreed, agreed, transport, weights, scale, residual, None, 0, workspace or Workspace())
     return _run(x, job, op, _homomorphic)
 
 
@@ -333,7 +336,7 @@ def native(x: Tensor, codec: Codec, transport: Transport, *, op: Op = "sum", see
     """All-reduce of a linear codec by the backend itself, which adds in the wire type. All ranks use one seed."""
     if not codec.linear:
         raise ConfigError(f"{codec.name} is not linear: its packets cannot be added by the backend; use two_shot")
-    job = _Job(codec, transport, None, _scale(op, transport.size, None), None, None, seed, Workspace())
+    job = _Job(codec, codec, transport, None, _scale(op, transport.size, None), None, None, seed, Workspace())
 
     def body(x: Tensor, job: _Job) -> Flag:
         # Dividing before the cast keeps a mean in range at every hop of the backend's ring.

@@ -35,3 +35,22 @@ CODECS: dict[str, Codec] = {
     )
 }
 """Every codec with its default settings, by name."""
+
+__all__ = [
+    "CODECS",
+    "Bf16",
+    "Codec",
+    "Dgc",
+    "ErrorBounded",
+    "ErrorBoundedSum",
+    "Fp8Block",
+    "Fp16",
+    "Int4Block",
+    "Int8Block",
+    "Lossless",
+    "LowRank",
+    "RandomK",
+    "SelectQuantise",
+    "Sign",
+    "TopK",
+]

@@ -12,17 +12,49 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
 
-from collectives.codecs.codec import HEADER_BYTES, Array, Flag, Fp32Codec, Residual, packet_bytes, pad16, write_header
+from collectives.codecs.codec import (
+    ALIGN_BYTES,
+    HEADER_BYTES,
+    Array,
+    Flag,
+    Fp32Codec,
+    Residual,
+    packet_bytes,
+    pad16,
+    write_header,
+)
 from collectives.codecs.hashing import keys
 
 TILE_VALUES = 1 << 16
+MAX_BLOCK = 256
+
+
+class _Feedback(NamedTuple):
+    """Residuals of a stretch of elements, flat, and room for two tiles."""
+
+    old: Array
+    new: Array
+    scratch: Array
+
+    @classmethod
+    def of(cls, old: Array, new: Array) -> _Feedback:
+        return cls(old, new, np.empty((2, max(min(TILE_VALUES, old.size), MAX_BLOCK)), np.float32))
+
+    def part(self, start: int, stop: int) -> _Feedback:
+        return _Feedback(self.old[start:stop], self.new[start:stop], self.scratch)
+
+
+def _tiles(numel: int) -> Iterator[tuple[int, int]]:
+    """Element ranges that start at block borders and fit the cache."""
+    for start in range(0, numel, TILE_VALUES):
+        yield start, min(start + TILE_VALUES, numel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +88,14 @@ class BlockCodec(Fp32Codec):
         payload: Array,
         first: int,
         seed: tuple[np.uint32, np.uint32],
+        scratch: Array,
     ) -> int:
         """Encode x + old and write new = (x + old) - decoded; rows that are not finite keep new = old."""
-        total = np.empty_like(x)
-        decoded = np.empty_like(x)
+        total, decoded = (row[: x.size].reshape(x.shape) for row in scratch)
         np.add(x, old, out=total)
         flags = self._encode_rows(total, scales, payload, first, seed)
         self._decode_rows(scales, payload, decoded, False, np.float32(1))
-        _keep_lost(total, decoded, old, new)
+        _keep_lost(total.reshape(-1), decoded.reshape(-1), old.reshape(-1), new.reshape(-1))
         return flags
 
     def _tail_width(self, rest: int) -> int:
@@ -88,59 +120,60 @@ class BlockCodec(Fp32Codec):
         return buffer[HEADER_BYTES:start].view(self.scale_dtype)[:num_blocks], payload
 
     def _encode(self, x: Array, buffer: Array, seed: int) -> tuple[int, int]:
-        return self._encode_all(x, None, None, buffer, seed)
+        scales, payload = self._open(buffer, x.size)
+        return self._encode_tile(x, None, scales, payload, 0, seed), self.wire_bytes(x.size)
 
     def _encode_feedback(self, x: Array, old: Array, new: Array, buffer: Array, seed: int) -> tuple[int, int]:
-        return self._encode_all(x, old, new, buffer, seed)
+        scales, payload = self._open(buffer, x.size)
+        feedback, flags = _Feedback.of(old, new), 0
+        for start, stop in _tiles(x.size):
+            flags |= self._encode_tile(x[start:stop], feedback.part(start, stop), scales, payload, start, seed)
+        return flags, self.wire_bytes(x.size)
 
-    def _encode_all(self, x: Array, old: Array | None, new: Array | None, buffer: Array, seed: int) -> tuple[int, int]:
-        used = self.wire_bytes(x.size)
-        scales, payload = self._sections(buffer[:used], x.size)
-        buffer[used - pad16(1) : used] = 0
-        _clear_gap(buffer, HEADER_BYTES + scales.nbytes, HEADER_BYTES + self._scale_bytes(x.size))
-        flags = 0
-        for start, stop in self._tiles(x.size, fused=old is None):
-            before, after = (None if e is None else e[start:stop] for e in (old, new))
-            flags |= self._encode_tile(x[start:stop], before, after, scales, payload, start, seed)
-        return flags, used
+    def _open(self, buffer: Array, numel: int) -> tuple[Array, Array]:
+        """The sections of a packet to be written. Padding is zeroed, so that equal inputs give equal bytes."""
+        used = self.wire_bytes(numel)
+        scales, payload = self._sections(buffer[:used], numel)
+        buffer[used - ALIGN_BYTES : used] = 0
+        if self.scale_dtype is not None:
+            buffer[HEADER_BYTES + scales.nbytes : HEADER_BYTES + self._scale_bytes(numel)] = 0
+        return scales, payload
 
     def _encode_tile(
-        self,
-        x: Array,
-        old: Array | None,
-        new: Array | None,
-        scales: Array,
-        payload: Array,
-        start: int,
-        seed: int,
+        self, x: Array, feedback: _Feedback | None, scales: Array, payload: Array, start: int, seed: int
     ) -> int:
         """Encode x, which starts at element `start` (a block border) of the packet."""
         rows, rest = divmod(x.size, self.block)
         first_row, body = start // self.block, rows * self.block
-        flags, hash_keys = 0, keys(seed)
+        begin, flags = (first_row + rows) * self.row_width, 0
         if rows:
-            shape = (rows, self.block)
-            target = payload[first_row * self.row_width : (first_row + rows) * self.row_width].reshape(rows, -1)
+            target = payload[first_row * self.row_width : begin].reshape(rows, -1)
+            part = None if feedback is None else feedback.part(0, body)
             row_scales = scales[first_row : first_row + rows]
-            if old is None or new is None:
-                flags |= self._encode_rows(x[:body].reshape(shape), row_scales, target, start, hash_keys)
-            else:
-                whole = (x[:body].reshape(shape), old[:body].reshape(shape), new[:body].reshape(shape))
-                flags |= self._feedback_rows(*whole, row_scales, target, start, hash_keys)
+            flags |= self._encode_whole(x[:body], part, row_scales, target, start, seed)
         if rest:
             row = np.zeros((1, self.row_width), self.payload_dtype)
+            part = None
+            if feedback is not None:
+                old, new = self._padded(feedback.old[body:]), self._padded(feedback.new[body:])
+                part = _Feedback(old, new, feedback.scratch)
             last_scale = scales[first_row + rows : first_row + rows + 1]
-            if old is None or new is None:
-                flags |= self._encode_rows(self._padded(x[body:]), last_scale, row, start + body, hash_keys)
-            else:
-                lost = self._padded(new[body:])
-                padded = (self._padded(x[body:]), self._padded(old[body:]), lost)
-                flags |= self._feedback_rows(*padded, last_scale, row, start + body, hash_keys)
-                new[body:] = lost[0, :rest]
+            flags |= self._encode_whole(self._padded(x[body:]), part, last_scale, row, start + body, seed)
+            if feedback is not None and part is not None:
+                feedback.new[body:] = part.new[:rest]
             width = self._tail_width(rest)
-            begin = (first_row + rows) * self.row_width
             payload[begin : begin + width] = row[0, :width]
         return flags
+
+    def _encode_whole(
+        self, x: Array, feedback: _Feedback | None, scales: Array, payload: Array, first: int, seed: int
+    ) -> int:
+        """Encode whole blocks, flat."""
+        shape = (-1, self.block)
+        if feedback is None:
+            return self._encode_rows(x.reshape(shape), scales, payload, first, keys(seed))
+        arrays = (x.reshape(shape), feedback.old.reshape(shape), feedback.new.reshape(shape))
+        return self._feedback_rows(*arrays, scales, payload, first, keys(seed), feedback.scratch)
 
     def _decode(self, buffer: Array, flags: int, out: Array, accumulate: bool, scale: np.float32) -> None:
         scales, payload = self._sections(buffer, out.size)
@@ -162,19 +195,14 @@ class BlockCodec(Fp32Codec):
             row[0, :width] = payload[begin : begin + width]
             padded = self._padded(out[body:])
             last_scale = scales[first_row + rows : first_row + rows + 1]
-            self._decode_rows(last_scale, row, padded, accumulate, factor)
-            out[body:] = padded[0, :rest]
+            self._decode_rows(last_scale, row, padded.reshape(1, -1), accumulate, factor)
+            out[body:] = padded[:rest]
 
     def _padded(self, x: Array) -> Array:
-        row = np.zeros((1, self.block), np.float32)
-        row[0, : x.size] = x
+        """One block that starts with x and goes on with zeros."""
+        row = np.zeros(self.block, np.float32)
+        row[: x.size] = x
         return row
-
-    def _tiles(self, numel: int, fused: bool = False) -> Iterator[tuple[int, int]]:
-        """Element ranges that start at block borders and fit the cache; one range where the kernel is fused anyway."""
-        step = max(numel, 1) if fused else TILE_VALUES
-        for start in range(0, numel, step):
-            yield start, min(start + step, numel)
 
     def reduce(
         self, packets: Sequence[Tensor], out: Tensor, weights: Sequence[float] | None = None, scale: float = 1.0
@@ -182,7 +210,7 @@ class BlockCodec(Fp32Codec):
         values = self._values(out)
         flags, sources = self._sources(packets, values.size, weights)
         with np.errstate(all="ignore"):
-            for start, stop in self._tiles(values.size):
+            for start, stop in _tiles(values.size):
                 self._sum_tile(sources, values[start:stop], start, np.float32(scale))
         return flags
 
@@ -198,22 +226,19 @@ class BlockCodec(Fp32Codec):
     ) -> Tensor:
         common, sources = self._sources(packets, numel, weights)
         packet, buffer = self._room(self.wire_bytes(numel), out)
-        used = self.wire_bytes(numel)
-        scales, payload = self._sections(buffer[:used], numel)
-        buffer[used - pad16(1) : used] = 0
-        _clear_gap(buffer, HEADER_BYTES + scales.nbytes, HEADER_BYTES + self._scale_bytes(numel))
-        old = None if residual is None else residual.value.view(-1).numpy()
-        new = None if residual is None else residual.update.view(-1).numpy()
-        total = np.empty(min(TILE_VALUES, numel), np.float32)
-        flags = int(common)
+        scales, payload = self._open(buffer, numel)
+        feedback = None
+        if residual is not None:
+            feedback = _Feedback.of(self._values(residual.value), self._values(residual.update))
+        total, flags = np.empty(min(TILE_VALUES, numel), np.float32), int(common)
         with np.errstate(all="ignore"):
-            for start, stop in self._tiles(numel):
+            for start, stop in _tiles(numel):
                 tile = total[: stop - start]
                 self._sum_tile(sources, tile, start, np.float32(scale))
-                before, after = (None if e is None else e[start:stop] for e in (old, new))
-                flags |= self._encode_tile(tile, before, after, scales, payload, start, seed)
+                part = None if feedback is None else feedback.part(start, stop)
+                flags |= self._encode_tile(tile, part, scales, payload, start, seed)
         write_header(buffer, self.codec_id, flags, numel)
-        return packet[:used]
+        return packet[: self.wire_bytes(numel)]
 
     def _sources(
         self, packets: Sequence[Tensor], numel: int, weights: Sequence[float] | None
@@ -237,15 +262,8 @@ class BlockCodec(Fp32Codec):
             out *= scale
 
 
-def _clear_gap(buffer: Array, start: int, stop: int) -> None:
-    """Padding is zero, so that equal inputs give equal bytes."""
-    buffer[start:stop] = 0
-
-
 @njit(nogil=True, cache=True)
 def _keep_lost(total, decoded, old, new):  # type: ignore[no-untyped-def]
-    for b in range(total.shape[0]):
-        a, d, before, after = total[b], decoded[b], old[b], new[b]
-        for i in range(a.shape[0]):
-            lost = a[i] - d[i]
-            after[i] = lost if np.abs(lost) < np.inf else before[i]
+    for i in range(total.shape[0]):
+        lost = total[i] - decoded[i]
+        new[i] = lost if np.abs(lost) < np.float32(np.inf) else old[i]

@@ -19,6 +19,7 @@ from collectives.codecs.block import BlockCodec
 from collectives.codecs.codec import ABS_MASK, INF_BITS, Array, Flag
 from collectives.codecs.hadamard import rotate32, rotate32_numpy
 from collectives.codecs.hashing import hash32, hash32_numpy
+from collectives.codecs.prefetch import prefetch
 
 TINY_BITS = np.int32(0x04800000)
 """2^-118 as fp32 bits."""
@@ -59,10 +60,11 @@ class Int8Block(BlockCodec):
         payload: Array,
         first: int,
         seed: tuple[np.uint32, np.uint32],
+        scratch: Array,
     ) -> int:
         if self.reference:
-            return super()._feedback_rows(x, old, new, scales, payload, first, seed)
-        total = np.empty(self.block, np.float32)
+            return super()._feedback_rows(x, old, new, scales, payload, first, seed, scratch)
+        total = scratch[0, : self.block]
         return int(_int8_feedback(x, old, new, scales, payload, total, total.view(np.int32)))
 
 
@@ -84,12 +86,19 @@ def int8_encode_numpy(x: Array, bits: Array, scales: Array, payload: Array) -> i
 # vectors; a flat index b*256+i, a float maximum or an unsigned mix costs a factor of two to ten. No clip is needed:
 # |x| * (127/amax) rounds to at most 127 * (1 + 2^-22).
 
+AHEAD = 2
+"""Blocks between the one that is worked on and the one that is fetched."""
+LINE = 16
+"""fp32 values in a cache line."""
+
 
 @njit(nogil=True, cache=True)
 def _int8_encode(x, bits, scales, payload):  # type: ignore[no-untyped-def]
-    flags = 0
+    flags, flat = 0, x.reshape(-1)
     for b in range(x.shape[0]):
         row, word, code = x[b], bits[b], payload[b]
+        for i in range(0, 256, LINE):
+            prefetch(flat, (b + AHEAD) * 256 + i)
         top = np.int32(0)
         for i in range(256):
             top = max(top, word[i] & ABS_MASK)
@@ -110,9 +119,12 @@ def _int8_encode(x, bits, scales, payload):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _int8_feedback(x, old, new, scales, payload, total, total_bits):  # type: ignore[no-untyped-def]
-    flags = 0
+    flags, flat, flat_old = 0, x.reshape(-1), old.reshape(-1)
     for b in range(x.shape[0]):
         row, before, after, code = x[b], old[b], new[b], payload[b]
+        for i in range(0, 256, LINE):
+            prefetch(flat, (b + AHEAD) * 256 + i)
+            prefetch(flat_old, (b + AHEAD) * 256 + i)
         for i in range(256):
             total[i] = row[i] + before[i]
         top = np.int32(0)
@@ -196,7 +208,7 @@ class Int4Block(BlockCodec):
 
     def _decode_rows(self, scales: Array, payload: Array, out: Array, accumulate: bool, factor: np.float32) -> None:
         if not (self.hadamard or self.reference):
-            _int4_decode(scales, payload.view(np.uint64), out, accumulate, factor, *_scratch()[2:])
+            _int4_decode(scales, payload.view(np.uint64), out, accumulate, factor, *_scratch()[2:4])
             return
         values = int4_decode_numpy(scales, payload)
         if self.hadamard:
@@ -243,49 +255,63 @@ def int4_decode_numpy(scales: Array, payload: Array) -> Array:
     return codes.astype(np.float32) * scale[:, None]
 
 
-# Loops of 16 or 32 with a literal trip count are unrolled before they could become vectors. So: rows with a run-time
-# length, one step per loop over a tile of 128 blocks (maxima; scales; codes as bytes), and the packing of two
-# half-bytes on whole 64-bit words.
+# Loops of 16 or 32 with a literal trip count are unrolled before they could become vectors. So each step is a long loop
+# over a tile of 128 blocks: maxima by halving (neighbours in pairs, five times), scales, codes as bytes (rows of run-time
+# length), and the packing of two half-bytes on whole 64-bit words.
 
 INT4_TILE = 128
 HALF_BYTES = np.uint64(0x0F0F0F0F0F0F0F0F)
 
 
-def _scratch() -> tuple[Array, Array, Array, Array]:
+def _scratch() -> tuple[Array, Array, Array, Array, Array, Array]:
+    """tops, inverses, codes, the same as 64-bit words, and two buffers for the halving."""
     codes = np.empty((INT4_TILE, 32), np.uint8)
-    return np.empty(INT4_TILE, np.int32), np.empty(INT4_TILE, np.float32), codes, codes.view(np.uint64)
+    halves = np.empty(INT4_TILE * 16, np.int32), np.empty(INT4_TILE * 8, np.int32)
+    return np.empty(INT4_TILE, np.int32), np.empty(INT4_TILE, np.float32), codes, codes.view(np.uint64), *halves
 
 
 @njit(nogil=True, cache=True)
-def _int4_scales(bits, scales, tops, inverses):  # type: ignore[no-untyped-def]
-    top_of_all = np.int32(0)
-    for b in range(bits.shape[0]):
-        word = bits[b]
-        top = np.int32(0)
-        for i in range(word.shape[0]):
-            top = max(top, word[i] & ABS_MASK)
-        tops[b] = top
-    for b in range(bits.shape[0]):
-        top = tops[b]
-        top_of_all = max(top_of_all, top)
-        inverse, scale = np.float32(0), np.int32(0)
-        if top >= TINY_BITS:
-            u = np.float32(np.int32(top).view(np.float32) / np.float32(7)).view(np.int32)
-            scale = (u + np.int32(0x7FFF) + ((u >> np.int32(16)) & np.int32(1))) >> np.int32(16)
-            inverse = np.float32(1) / np.int32(scale << np.int32(16)).view(np.float32)
-        if top >= INF_BITS:
-            scale, inverse = np.int32(0x7FC0), np.float32(0)
-        scales[b] = np.uint16(scale)
-        inverses[b] = inverse
-    return top_of_all >= INF_BITS
+def _int4_tops(bits, tops, wide, narrow):  # type: ignore[no-untyped-def]
+    flat, num = bits.reshape(-1), bits.shape[0]
+    for i in range(16 * num):
+        wide[i] = max(flat[2 * i] & ABS_MASK, flat[2 * i + 1] & ABS_MASK)
+    for i in range(8 * num):
+        narrow[i] = max(wide[2 * i], wide[2 * i + 1])
+    for i in range(4 * num):
+        wide[i] = max(narrow[2 * i], narrow[2 * i + 1])
+    for i in range(2 * num):
+        narrow[i] = max(wide[2 * i], wide[2 * i + 1])
+    for i in range(num):
+        tops[i] = max(narrow[2 * i], narrow[2 * i + 1])
 
 
 @njit(nogil=True, cache=True)
-def _int4_encode(x, bits, scales, words, tops, inverses, codes, code_words):  # type: ignore[no-untyped-def]
+def _int4_scales(tops, inverses, scales):  # type: ignore[no-untyped-def]
+    """Scales and 1/scale of a tile; blocks that are zero or not finite get 0. Returns whether some are not finite."""
+    num, amax, words = scales.shape[0], tops.view(np.float32), inverses.view(np.int32)
+    for b in range(num):
+        inverses[b] = amax[b] / np.float32(7)
+    top = np.int32(0)
+    for b in range(num):
+        u = words[b]
+        rounded = (u + np.int32(0x7FFF) + ((u >> np.int32(16)) & np.int32(1))) & np.int32(-65536)
+        words[b] = rounded if (tops[b] >= TINY_BITS) & (tops[b] < INF_BITS) else np.int32(0)
+        top = max(top, tops[b])
+    for b in range(num):
+        scales[b] = np.uint16(words[b] >> np.int32(16))
+    for b in range(num):
+        scale = inverses[b]
+        inverses[b] = np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
+    return top >= INF_BITS
+
+
+@njit(nogil=True, cache=True)
+def _int4_encode(x, bits, scales, words, tops, inverses, codes, code_words, wide, narrow):  # type: ignore[no-untyped-def]
     flags = 0
     for start in range(0, x.shape[0], INT4_TILE):
         num = min(INT4_TILE, x.shape[0] - start)
-        nonfinite = _int4_scales(bits[start : start + num], scales[start : start + num], tops, inverses)
+        _int4_tops(bits[start : start + num], tops, wide, narrow)
+        nonfinite = _int4_scales(tops, inverses, scales[start : start + num])
         for b in range(num):
             row, code, inverse = x[start + b], codes[b], inverses[b]
             for i in range(row.shape[0]):
@@ -297,6 +323,7 @@ def _int4_encode(x, bits, scales, words, tops, inverses, codes, code_words):  # 
             flags = 1
             for b in range(num):
                 if tops[b] >= INF_BITS:
+                    scales[start + b] = np.uint16(0x7FC0)
                     words[start + b, 0] = 0
                     words[start + b, 1] = 0
     return flags
@@ -306,10 +333,13 @@ def _int4_encode(x, bits, scales, words, tops, inverses, codes, code_words):  # 
 def _int4_encode_stochastic(x, bits, scales, payload, first, low, high):  # type: ignore[no-untyped-def]
     flags = 0
     tops, inverses = np.empty(1, np.int32), np.empty(1, np.float32)
+    wide, narrow = np.empty(16, np.int32), np.empty(8, np.int32)
     codes = np.empty(32, np.int32)
     for b in range(x.shape[0]):
-        if _int4_scales(bits[b : b + 1], scales[b : b + 1], tops, inverses):
+        _int4_tops(bits[b : b + 1], tops, wide, narrow)
+        if _int4_scales(tops, inverses, scales[b : b + 1]):
             flags = 1
+            scales[b] = np.uint16(0x7FC0)
             payload[b, :] = 0
             continue
         for i in range(32):

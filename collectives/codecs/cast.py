@@ -19,6 +19,7 @@ from collectives.codecs.codec import HEADER_BYTES, INF_BITS, Array, Flag
 from collectives.errors import CollectiveError
 
 FP16_MAX = np.float32(65504)
+FP16_MAX_BITS = np.int32(0x477FE000)
 UNDERFLOW_SHARE = 0.01
 
 
@@ -124,26 +125,48 @@ class Fp16(_Cast):
     def _encode_rows(
         self, x: Array, scales: Array, payload: Array, first: int, seed: tuple[np.uint32, np.uint32]
     ) -> int:
-        # NumPy and torch both round to nearest even here, in hardware; numba has no half precision.
-        magnitude = np.abs(x)
-        fits = magnitude <= FP16_MAX
-        half = np.where(fits, x, np.float32(0)).astype(np.float16)
+        # torch casts by hardware instructions, to nearest even as NumPy does; numba has no half precision.
+        magnitude = x.view(np.int32) & np.int32(0x7FFFFFFF) if self.reference else x.view(np.int32)
         if self.reference:
-            payload[:] = half.view(np.uint16)
+            payload[:] = np.clip(x, -FP16_MAX, FP16_MAX).astype(np.float16).view(np.uint16)
+            top = magnitude.max(initial=0)
         else:
             torch.from_numpy(payload.view(np.float16)).copy_(torch.from_numpy(x))
-        payload[~fits] = 0x7E00
-        return 0 if fits.all() else int(Flag.NONFINITE)
+            top = _top_magnitude(magnitude)
+        if top <= FP16_MAX_BITS:
+            return 0
+        payload[(magnitude & np.int32(0x7FFFFFFF)) > FP16_MAX_BITS] = 0x7E00
+        return int(Flag.NONFINITE)
 
     def _encode(self, x: Array, buffer: Array, seed: int) -> tuple[int, int]:
         flags, used = super()._encode(x, buffer, seed)
         sent = self._sections(buffer[:used], x.size)[1][: x.size]
-        num_nonzero = int(np.count_nonzero(x))
-        num_flushed = num_nonzero - int(np.count_nonzero(sent & np.uint16(0x7FFF)))
+        num_nonzero, num_zero_sent = int(np.count_nonzero(x)), x.size - int(np.count_nonzero(sent & np.uint16(0x7FFF)))
+        num_flushed = num_nonzero + num_zero_sent - x.size
         return flags | (int(Flag.UNDERFLOW) if num_flushed > UNDERFLOW_SHARE * num_nonzero else 0), used
 
     def _decode_rows(self, scales: Array, payload: Array, out: Array, accumulate: bool, factor: np.float32) -> None:
-        _store(out, payload.view(np.float16).astype(np.float32), accumulate, factor)
+        half = payload.view(np.float16)
+        if self.reference:
+            _store(out, half.astype(np.float32), accumulate, factor)
+            return
+        target, source = torch.from_numpy(out), torch.from_numpy(half)
+        if accumulate:
+            target.add_(source.float().mul_(float(factor)))
+        else:
+            target.copy_(source)
+            if factor != 1:
+                target.mul_(float(factor))
+
+
+@njit(nogil=True, cache=True)
+def _top_magnitude(bits):  # type: ignore[no-untyped-def]
+    top = np.int32(0)
+    for b in range(bits.shape[0]):
+        row = bits[b]
+        for i in range(256):
+            top = max(top, row[i] & np.int32(0x7FFFFFFF))
+    return top
 
 
 def _store(out: Array, values: Array, accumulate: bool, factor: np.float32) -> None:
