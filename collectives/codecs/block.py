@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from collectives.codecs.codec import (
     write_header,
 )
 from collectives.codecs.hashing import keys
+
+if TYPE_CHECKING:
+    from collectives.codecs.gpu import BlockSide
 
 TILE_VALUES = 1 << 16
 MAX_BLOCK = 256
@@ -118,6 +121,9 @@ class BlockCodec(Fp32Codec):
             return np.empty(-(-numel // self.block), np.uint8), payload
         num_blocks = -(-numel // self.block)
         return buffer[HEADER_BYTES:start].view(self.scale_dtype)[:num_blocks], payload
+
+    def side(self, tensor: Tensor) -> BlockSide | None:
+        return cast("BlockSide | None", super().side(tensor))
 
     def _encode(self, x: Array, buffer: Array, seed: int) -> tuple[int, int]:
         scales, payload = self._open(buffer, x.size)
@@ -207,6 +213,8 @@ class BlockCodec(Fp32Codec):
     def reduce(
         self, packets: Sequence[Tensor], out: Tensor, weights: Sequence[float] | None = None, scale: float = 1.0
     ) -> Flag:
+        if side := self.side(out):
+            return side.reduce(packets, out, weights, scale)
         values = self._values(out)
         flags, sources = self._sources(packets, values.size, weights)
         with np.errstate(all="ignore"):
@@ -224,6 +232,8 @@ class BlockCodec(Fp32Codec):
         out: Tensor | None = None,
         seed: int = 0,
     ) -> Tensor:
+        if packets and (side := self.side(packets[0])):
+            return side.reduce_encode(packets, numel, weights, scale, residual, out, seed)
         common, sources = self._sources(packets, numel, weights)
         packet, buffer = self._room(self.wire_bytes(numel), out)
         scales, payload = self._open(buffer, numel)

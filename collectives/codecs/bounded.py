@@ -81,7 +81,7 @@ class ErrorBounded(Fp32Codec):
 
     def _encode(self, x: Array, buffer: Array, seed: int) -> tuple[int, int]:
         bound = self.for_tensor(torch.from_numpy(x)).bound
-        width, limit = bin_width(bound), _round_down(bound)
+        width, limit = bin_width(bound), round_down(bound)
         inverse = np.float32(1) / width if width > 0 else np.float32(0)
         heads, words = _sections(buffer, x.size)
         pack = pack_numpy if self.reference else _pack
@@ -169,10 +169,10 @@ class ErrorBoundedSum(ErrorBounded):
 def bin_width(bound: float) -> np.float32:
     """2 * bound * (1 - 2^-12), rounded down to fp32; 0, which makes every non-zero block raw, below 2^-120."""
     width = min(2 * bound * SHRINK, MAX_WIDTH)
-    return _round_down(width) if width >= MIN_WIDTH else np.float32(0)
+    return round_down(width) if width >= MIN_WIDTH else np.float32(0)
 
 
-def _round_down(value: float) -> np.float32:
+def round_down(value: float) -> np.float32:
     rounded = np.float32(min(value, float(np.finfo(np.float32).max)))
     return np.nextafter(rounded, np.float32(0)) if float(rounded) > value else rounded
 

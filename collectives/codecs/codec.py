@@ -8,6 +8,7 @@ What always holds: a header is checked before anything is allocated or written, 
 used (`WireFormatError`). Codecs add; division by the weight total is the `scale` of a sum. A NaN or an infinity in a
 block decodes to NaN for that block on every rank and leaves its residual as it was. Codecs are immutable and may be
 shared by threads. The NumPy twin (`reference=True`) defines each format; the compiled kernels write the same bytes.
+CUDA tensors go to the codec's `Side` (gpu.py), everything else through NumPy views.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntFlag
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from collectives.errors import ConfigError, WireFormatError
+from collectives.kernels.cuda import on_gpu
+
+if TYPE_CHECKING:
+    from collectives.codecs.gpu import Side
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -95,7 +100,7 @@ def read_header(buffer: Array) -> tuple[int, int, int]:
 
 def packet_flags(packet: Tensor) -> Flag:
     """The common flags of a packet, without decoding it."""
-    return Flag(read_header(packet_bytes(packet))[1] & STICKY)
+    return Flag(read_header(packet[:HEADER_BYTES].cpu().numpy())[1] & STICKY)
 
 
 def packet_bytes(packet: Tensor) -> Array:
@@ -140,6 +145,10 @@ class Codec(ABC):
 
     def supports(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether `encode` takes tensors of this kind."""
+        if device.type == "cuda":
+            from collectives.codecs import gpu  # it needs this module
+
+            return gpu.supports(self, dtype)
         return dtype == torch.float32 and device.type == "cpu"
 
     def ef_default(self, optimizer: str) -> bool:
@@ -198,7 +207,7 @@ class Codec(ABC):
         seed: int = 0,
     ) -> Tensor:
         """`reduce`, then `encode`: what the owner of a chunk does. The common flags of all sources are kept."""
-        total = torch.empty(numel, dtype=torch.float32)
+        total = torch.empty(numel, dtype=torch.float32, device=packets[0].device)
         flags = self.reduce(packets, total, weights, scale)
         packet = self.encode(total, residual, out, seed)
         add_flags(packet, flags)
@@ -220,28 +229,40 @@ class Codec(ABC):
         self.reduce_encode([packet], 600)
         self.decode(packet, x)
 
-    def _room(self, bound: int, out: Tensor | None) -> tuple[Tensor, Array]:
-        """`out`, or a new packet of `bound` bytes, and its NumPy view."""
-        packet = torch.empty(bound, dtype=torch.uint8) if out is None else out
+    def room(self, bound: int, out: Tensor | None, device: torch.device) -> Tensor:
+        """`out`, or a new packet of `bound` bytes. Raises ConfigError where `out` cannot hold a packet."""
+        packet = torch.empty(bound, dtype=torch.uint8, device=device) if out is None else out
         aligned = packet.data_ptr() % ALIGN_BYTES == 0
-        if packet.dtype != torch.uint8 or packet.dim() != 1 or packet.numel() < bound or not aligned:
+        fits = packet.dtype == torch.uint8 and packet.dim() == 1 and packet.numel() >= bound
+        if not fits or not aligned or packet.device != device:
             raise ConfigError(
-                f"{self.name}: out must be a flat uint8 tensor of at least {bound} bytes at a multiple of {ALIGN_BYTES}; "
-                f"got {packet.dtype} {tuple(packet.shape)}, {'aligned' if aligned else 'not aligned'}"
+                f"{self.name}: out must be a flat uint8 tensor of at least {bound} bytes at a multiple of {ALIGN_BYTES} "
+                f"on {device}; got {packet.dtype} {tuple(packet.shape)} on {packet.device}, "
+                f"{'aligned' if aligned else 'not aligned'}"
             )
+        return packet
+
+    def _room(self, bound: int, out: Tensor | None) -> tuple[Tensor, Array]:
+        """`room` on the CPU, and its NumPy view."""
+        packet = self.room(bound, out, torch.device("cpu"))
         return packet, packet.numpy()
 
     def _check(self, buffer: Array, numel: int, bound: int) -> int:
         """Validate header and length against what the receiver expects; returns the flags."""
+        return self.check(buffer, numel, buffer.size, bound)
+
+    def check(self, buffer: Array, numel: int, num_bytes: int, bound: int | None = None) -> int:
+        """`_check` of a packet of `num_bytes` of which only the first ones are at hand; bound as of fp32 if None."""
+        bound = self.wire_bytes(numel) if bound is None else bound
         codec_id, flags, claimed = read_header(buffer)
         if codec_id != self.codec_id:
             raise WireFormatError(f"packet was written by codec {codec_id}, expected {self.name} ({self.codec_id})")
         if claimed != numel:
             raise WireFormatError(f"{self.name} packet claims {claimed} elements, expected {numel}")
         least = bound if self.fixed_size else HEADER_BYTES + self.side_bytes
-        if not least <= buffer.size <= bound or buffer.size % ALIGN_BYTES:
+        if not least <= num_bytes <= bound or num_bytes % ALIGN_BYTES:
             raise WireFormatError(
-                f"{self.name} packet of {buffer.size} bytes for {numel} elements; "
+                f"{self.name} packet of {num_bytes} bytes for {numel} elements; "
                 f"{'exactly' if self.fixed_size else 'a multiple of 16, at most'} {bound} expected"
             )
         return flags
@@ -251,7 +272,17 @@ class Codec(ABC):
 class Fp32Codec(Codec):
     """A codec of flat fp32 arrays: a subclass fills the packet behind the header and reads it back."""
 
+    def side(self, tensor: Tensor) -> Side | None:
+        """The CUDA side where `tensor` is on a GPU. Raises ConfigError where this codec has none."""
+        if self.reference or not on_gpu(tensor):
+            return None
+        from collectives.codecs import gpu  # it needs this module
+
+        return gpu.side_of(self)
+
     def encode(self, x: Tensor, residual: Residual | None = None, out: Tensor | None = None, seed: int = 0) -> Tensor:
+        if side := self.side(x):
+            return side.encode(x, residual, out, seed)
         values = self._values(x)
         packet, buffer = self._room(self.wire_bytes(values.size), out)
         with np.errstate(all="ignore"):
@@ -266,6 +297,8 @@ class Fp32Codec(Codec):
         return packet[:used]
 
     def decode(self, packet: Tensor, out: Tensor, accumulate: bool = False, scale: float = 1.0) -> None:
+        if side := self.side(out):
+            return side.decode(packet, out, accumulate, scale)
         values, buffer = self._values(out), packet_bytes(packet)
         flags = self._check(buffer, values.size, self.wire_bytes(values.size))
         with np.errstate(all="ignore"):
@@ -290,7 +323,7 @@ class Fp32Codec(Codec):
         """Decode a packet whose header is good; checks side data before it writes."""
 
     def _values(self, x: Tensor) -> Array:
-        if not self.supports(x.dtype, x.device) or not x.is_contiguous():
+        if not x.is_cpu or not self.supports(x.dtype, x.device) or not x.is_contiguous():
             raise ConfigError(
                 f"{self.name} takes contiguous float32 tensors on the cpu, not {x.dtype} on {x.device}"
                 f"{'' if x.is_contiguous() else ' with strides'}; convert it first"
@@ -301,5 +334,8 @@ class Fp32Codec(Codec):
 
 def add_flags(packet: Tensor, flags: int) -> None:
     """Set further flags in a finished packet."""
+    if not packet.is_cpu:
+        packet[4:8].view(torch.int32).bitwise_or_(int(flags))
+        return
     codec_id, present, numel = read_header(packet.numpy())
     write_header(packet.numpy(), codec_id, present | flags, numel)

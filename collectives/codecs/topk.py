@@ -19,7 +19,7 @@ from torch import Tensor
 
 from collectives.codecs.block import BlockCodec
 from collectives.codecs.blockint import Int4Block, Int8Block
-from collectives.codecs.codec import HEADER_BYTES, Array, Flag, Fp32Codec, Residual, pad16, write_header
+from collectives.codecs.codec import HEADER_BYTES, Array, Flag, Fp32Codec, Residual, pad16
 from collectives.codecs.selection import (
     SELECT_BLOCK,
     finite,
@@ -188,8 +188,7 @@ class SelectQuantise(TopK):
         return self._inner.wire_bytes(count)
 
     def _write_values(self, values: Array, buffer: Array) -> None:
-        flags, _ = self._inner._encode(np.ascontiguousarray(values), buffer, 0)
-        write_header(buffer, self._inner.codec_id, flags, values.size)
+        self._inner.encode(torch.from_numpy(np.ascontiguousarray(values)), out=torch.from_numpy(buffer))
 
     def _read_values(self, buffer: Array, count: int) -> Array:
         values = np.empty(count, np.float32)

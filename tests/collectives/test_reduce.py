@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ from collectives.reduce import (
     two_shot,
 )
 from collectives.transport import LocalTransport, run_local
+from jobs.ranks import RankProcesses, load_target
 
 WORLDS = (1, 2, 3, 5, 8)
 Reduce = Callable[[Tensor, LocalTransport], Flag]
@@ -326,3 +328,17 @@ def test_chunks_cover_everything_once() -> None:
             assert covered is None or covered.tolist() == list(range(numel))
             assert sum(s.stop - s.start for s in spans) == numel
             assert all(s.start % 256 == 0 or s.start == numel for s in spans)
+
+
+def test_gloo_gives_the_bytes_of_threads_and_a_killed_rank_ends_the_others() -> None:
+    programs = str(Path(__file__).with_name("reduce_programs.py"))
+    workout = load_target(f"{programs}:workout")
+    threads = run_local(4, lambda transport: workout(transport, {}))
+    with RankProcesses(4, f"{programs}:workout_then_death", {}, timeout_s=120) as ranks:
+        processes = ranks.wait([0, 1, 2])
+    for seen, expected in zip(processes, threads, strict=False):
+        assert seen.pop("error") in ("PeerLost", "CollectiveError")
+        assert seen.pop("seconds") < 20
+        assert seen == expected
+    common = [{k: v for k, v in t.items() if k not in ("bytes", "reduce_scatter")} for t in threads]
+    assert all(c == common[0] for c in common)
