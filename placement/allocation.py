@@ -72,7 +72,9 @@ def allocate(
 
 
 @njit(nogil=True, cache=True)
-def _take_best(value: np.ndarray, gpu_type: np.ndarray, num_gpus: np.ndarray, prices: np.ndarray, choice: np.ndarray) -> float:
+def _take_best(
+    value: np.ndarray, gpu_type: np.ndarray, num_gpus: np.ndarray, prices: np.ndarray, choice: np.ndarray
+) -> float:
     """Each job's configuration of largest surplus; returns the summed surplus. Ties go to fewer GPUs."""
     total = 0.0
     size = value.shape[1]
@@ -160,7 +162,12 @@ def round_and_repair(
 
 @njit(nogil=True, cache=True)
 def _shed(
-    value: np.ndarray, gpu_type: np.ndarray, num_gpus: np.ndarray, prices: np.ndarray, choice: np.ndarray, left: np.ndarray
+    value: np.ndarray,
+    gpu_type: np.ndarray,
+    num_gpus: np.ndarray,
+    prices: np.ndarray,
+    choice: np.ndarray,
+    left: np.ndarray,
 ) -> None:
     """While a type is over-asked, make the cheapest step down: to another configuration or to none."""
     while True:
@@ -217,7 +224,9 @@ def _fill(value: np.ndarray, gpu_type: np.ndarray, num_gpus: np.ndarray, choice:
 
 
 @njit(nogil=True, cache=True)
-def _move(gpu_type: np.ndarray, num_gpus: np.ndarray, choice: np.ndarray, left: np.ndarray, job: int, into: int) -> None:
+def _move(
+    gpu_type: np.ndarray, num_gpus: np.ndarray, choice: np.ndarray, left: np.ndarray, job: int, into: int
+) -> None:
     if choice[job] >= 0:
         left[gpu_type[choice[job]]] += num_gpus[choice[job]]
     if into >= 0:

@@ -2,8 +2,8 @@
 
 Every round each job offers its configurations with a value, and `allocation.allocate` finds the most valuable set that
 fits. The value of a configuration is the speed it gives, as a share of the job's best, weighted by how soon the job can
-be done: short work first lowers the mean completion time, the cap on the weight keeps long jobs from starving. A move
-is charged with its restart over the time it can pay back. Jobs of one class share what ran, so that a second job of a
+be done: short work first lowers the mean completion time, the low power of the weight keeps long jobs from starving. A
+move is charged with its restart, as measured, over the time in which it can pay back. Jobs of one class share what ran, so that a second job of a
 class starts at a size that the first one had to find.
 """
 
@@ -14,17 +14,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from placement.allocation import allocate
+from placement.ilp import restart_factor
 from placement.policies import Cluster, Decisions, JobView
 
-HORIZON_S = 1200.0
+HORIZON_S = 2400.0
 """Over how long a restart must pay back at most; less if the job ends sooner."""
 WEIGHT_POWER = 0.3
 """0: all jobs count alike; 1: a job counts by the inverse of the work it has left."""
-SPEED_POWER = 1.0
-"""Below 1 spreads GPUs over jobs, 1 gives them where they are used best."""
 MIN_LEFT_S = 60.0
-MAX_LEFT_S = 1e9
-FIRST_GPUS = 1
+"""Jobs with less left than this count alike."""
 
 
 def move_share(left_s: np.ndarray, restart_s: float) -> np.ndarray:
@@ -37,25 +35,28 @@ def move_share(left_s: np.ndarray, restart_s: float) -> np.ndarray:
 
 
 def config_values(
-    goodput: np.ndarray, allowed: np.ndarray, progress_left: float, present: int, restart_s: float
+    goodput: np.ndarray,
+    allowed: np.ndarray,
+    progress_left: float,
+    present: int,
+    restart_s: float,
+    factor: float = 1.0,
 ) -> np.ndarray:
     """Value of each configuration of one job, float64 [K]; 0 = not allowed.
 
     goodput float64 [K] in progress per second; allowed bool [K]; progress_left in the same unit; present: the
-    configuration it holds, or -1; restart_s: what a change costs.
+    configuration it holds, or -1; restart_s: what a change costs; factor: Sia's r against thrash, for every change.
     """
     usable = allowed & (goodput > 0)
     if not usable.any():
         return np.zeros(len(goodput))
     best = goodput.max()
-    speed = goodput / best
+    value: np.ndarray = goodput * max(progress_left / best, MIN_LEFT_S) ** -WEIGHT_POWER / best
+    share = np.full(len(goodput), factor)
     if present >= 0:
-        share = move_share(progress_left / np.maximum(goodput, 1e-12), restart_s)
+        share *= move_share(progress_left / np.maximum(goodput, 1e-12), restart_s)
         share[present] = 1.0
-        speed = speed * share
-    left_s = min(max(progress_left / best, MIN_LEFT_S), MAX_LEFT_S)
-    value: np.ndarray = np.where(usable, left_s**-WEIGHT_POWER * speed**SPEED_POWER, 0.0)
-    return value
+    return np.where(usable, value * share, 0.0)
 
 
 class Elastic:
@@ -76,9 +77,10 @@ class Elastic:
         pinned = np.full(len(jobs), -1, np.int32)
         for i, job in enumerate(jobs):
             present = cluster.config_of(job.allocation)
-            limit = max(job.growth_limit, FIRST_GPUS)
-            goodput = job.goodput(configs)
-            value[i] = config_values(goodput, configs.num_gpus <= limit, job.progress_left, present, job.restart_s)
+            restart_s = job.measured_restart_s or job.restart_s
+            factor = restart_factor(now_s - job.submit_s, job.num_restarts, restart_s)
+            goodput, allowed = job.goodput(configs), configs.num_gpus <= job.growth_limit
+            value[i] = config_values(goodput, allowed, job.progress_left, present, restart_s, factor)
             if job.restarting:
                 pinned[i] = present
         result = allocate(value, configs.gpu_type, configs.num_gpus, cluster.capacity, pinned)

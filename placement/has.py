@@ -114,18 +114,18 @@ def _start(queue: Queue, slot: int, option: int, now_s: float) -> None:
 
 
 @njit(nogil=True, cache=True)
-def measure_pool(count: np.ndarray, pool: int, largest: np.ndarray, room: np.ndarray) -> None:
+def measure_pool(tally: np.ndarray, pool: int, largest: np.ndarray, room: np.ndarray) -> None:
     """What a pool can still take: most free cards on one node, and cards in whole groups of each size.
 
-    count int32 [P, W + 1] as in `Cells`; writes largest int32 [P] and room int32 [P, W + 1].
+    tally int32 [P, W + 1] as in `Cells`; writes largest int32 [P] and room int32 [P, W + 1].
     """
     largest[pool] = 0
     room[pool, :] = 0
-    for free in range(1, count.shape[1]):
-        if count[pool, free] > 0:
+    for free in range(1, tally.shape[1]):
+        if tally[pool, free] > 0:
             largest[pool] = free
             for group in range(1, free + 1):
-                room[pool, group] += count[pool, free] * (free // group * group)
+                room[pool, group] += tally[pool, free] * (free // group * group)
 
 
 @njit(nogil=True, cache=True)
@@ -189,7 +189,7 @@ def reserve(cells: Cells, queue: Queue, held: Hold, slot: int, takes: np.ndarray
     ever fits, even on the empty cluster.
     """
     c, num_nodes = queue.class_of[slot], cells.pool.shape[0]
-    num_pools, widest = cells.width.shape[0], cells.count.shape[1] - 1
+    num_pools, widest = cells.width.shape[0], cells.tally.shape[1] - 1
     free = np.zeros(num_nodes, np.int32)
     room = np.zeros((num_pools, widest + 1), np.int32)
     largest = np.zeros(num_pools, np.int32)
@@ -318,7 +318,7 @@ def run_pass(
     """
     num, num_classes = 0, queue.first.shape[0]
     cursor = np.zeros(num_classes, np.int32)
-    largest, room = np.zeros(cells.width.shape[0], np.int32), np.zeros(cells.count.shape, np.int32)
+    largest, room = np.zeros(cells.width.shape[0], np.int32), np.zeros(cells.tally.shape, np.int32)
     if held.slot[0] >= 0:
         slot = held.slot[0]
         if _take_reserved(cells, queue, held, now_s):
@@ -326,7 +326,7 @@ def run_pass(
             num += 1
             open_classes[:] = True
     for pool in range(largest.shape[0]):
-        measure_pool(cells.count, pool, largest, room)
+        measure_pool(cells.tally, pool, largest, room)
     while True:
         c, least = -1, np.inf
         for i in range(num_classes):
@@ -341,7 +341,7 @@ def run_pass(
             cursor[c] = option
             used = find(cells, pools[option], gpus[option], groups[option], nodes, takes)
             commit(cells, slot, used, nodes, takes, queue.option_bytes[c, option])
-            measure_pool(cells.count, pools[option], largest, room)
+            measure_pool(cells.tally, pools[option], largest, room)
             _start(queue, slot, option, now_s)
             placed[num] = slot
             num += 1
@@ -350,7 +350,7 @@ def run_pass(
                 open_classes[:] = True
                 cursor[:] = 0
                 for pool in range(largest.shape[0]):
-                    measure_pool(cells.count, pool, largest, room)
+                    measure_pool(cells.tally, pool, largest, room)
             continue
         open_classes[c] = False
         if may_reserve and held.slot[0] < 0 and queue.num_options[c] > 0:
@@ -358,7 +358,7 @@ def run_pass(
             if now_s - queue.submit_s[slot] >= patience:
                 reserve(cells, queue, held, slot, takes)
                 for pool in range(largest.shape[0]):
-                    measure_pool(cells.count, pool, largest, room)
+                    measure_pool(cells.tally, pool, largest, room)
         if held.slot[0] >= 0 and queue.pools[c, cells.pool[held.nodes[0]]]:
             num = _backfill(cells, queue, held, c, now_s, placed, num)
 
@@ -385,4 +385,5 @@ def finish_pass(
         for pool in range(touched.shape[0]):
             may = may or (touched[pool] and queue.pools[c, pool])
         open_classes[c] = may
-    return run_pass(cells, queue, held, open_classes, now_s, np.inf, False, placed, nodes, takes)
+    num: int = run_pass(cells, queue, held, open_classes, now_s, np.inf, False, placed, nodes, takes)
+    return num

@@ -69,7 +69,7 @@ def solve(
     costs float64 [J, K]; gpu_type, num_gpus int [K]; capacity int [T] GPUs. pinned int32 [J]: a configuration that a
     job inside a restart must keep, else -1. Raises PlacementError if the pinned jobs alone exceed the cluster.
     """
-    num_jobs, num_configs = costs.shape
+    num_jobs = len(costs)
     pinned = np.full(num_jobs, -1) if pinned is None else pinned
     useful = (costs < UNALLOCATED_COST) & (pinned[:, None] < 0)
     kept = np.flatnonzero(pinned >= 0)
@@ -91,7 +91,9 @@ def solve(
         options={"mip_rel_gap": RELATIVE_GAP, "time_limit": time_limit_s},
     )
     if result.x is None:
-        raise PlacementError(f"HiGHS found no allocation of {num_jobs} jobs within {time_limit_s:g} s: {result.message}")
+        raise PlacementError(
+            f"HiGHS found no allocation of {num_jobs} jobs within {time_limit_s:g} s: {result.message}"
+        )
     choice = np.full(num_jobs, -1, np.int32)
     chosen = result.x > 0.5
     choice[job[chosen]] = config[chosen]

@@ -35,7 +35,7 @@ class Cells(NamedTuple):
     """[N] bit mask of cards that may be given away."""
     num_free: np.ndarray
     """[N] bits in `free`."""
-    count: np.ndarray
+    tally: np.ndarray
     """[P, W + 1] nodes by number of free cards."""
     head: np.ndarray
     """[P, W + 1] first node of that list, or -1."""
@@ -86,7 +86,7 @@ def unlink(cells: Cells, node: int) -> None:
         cells.head[pool, free] = after
     if after >= 0:
         cells.before[after] = before
-    cells.count[pool, free] -= 1
+    cells.tally[pool, free] -= 1
     cells.after[node] = DETACHED
 
 
@@ -99,7 +99,7 @@ def link(cells: Cells, node: int) -> None:
     if first >= 0:
         cells.before[first] = node
     cells.head[pool, free] = node
-    cells.count[pool, free] += 1
+    cells.tally[pool, free] += 1
 
 
 @njit(nogil=True, cache=True)
@@ -119,16 +119,16 @@ def find(cells: Cells, pool: int, num_gpus: int, tp_group: int, nodes: np.ndarra
     fullest-free nodes, and for the rest of the last node again the tightest. Nothing is changed.
     """
     width = cells.width[pool]
-    count, head = cells.count[pool], cells.head[pool]
+    tally, head = cells.tally[pool], cells.head[pool]
     if num_gpus <= width:
         for free in range(num_gpus, width + 1):
-            if count[free] > 0:
+            if tally[free] > 0:
                 nodes[0], takes[0] = head[free], num_gpus
                 return 1
         return 0
     available = 0
     for free in range(tp_group, width + 1):
-        available += count[free] * (free // tp_group) * tp_group
+        available += tally[free] * (free // tp_group) * tp_group
     if available < num_gpus:
         return 0
     rest, used = num_gpus, 0
@@ -140,7 +140,7 @@ def find(cells: Cells, pool: int, num_gpus: int, tp_group: int, nodes: np.ndarra
                 used, rest, node = used + 1, rest - take, cells.after[node]
             if node >= 0:
                 for tight in range(rest, free):
-                    if count[tight] > 0:
+                    if tally[tight] > 0:
                         node = head[tight]
                         break
                 nodes[used], takes[used] = node, rest
@@ -174,7 +174,7 @@ def add_entry(cells: Cells, slot: int, node: int, mask: int) -> None:
 def commit(cells: Cells, slot: int, used: int, nodes: np.ndarray, takes: np.ndarray, memory_bytes: int) -> None:
     """Give what `find` chose to a job slot. Written out in one loop: it is most of a large pass."""
     pools, free, num_free, owner = cells.pool, cells.free, cells.num_free, cells.owner
-    after, before, count, head = cells.after, cells.before, cells.count, cells.head
+    after, before, tally, head = cells.after, cells.before, cells.tally, cells.head
     entry_node, entry_mask, entry_after = cells.entry_node, cells.entry_mask, cells.entry_after
     entry, last = cells.spare[0], cells.job_entry[slot]
     for i in range(used):
@@ -193,8 +193,8 @@ def commit(cells: Cells, slot: int, used: int, nodes: np.ndarray, takes: np.ndar
         if first >= 0:
             before[first] = node
         head[pool, have - take] = node
-        count[pool, have] -= 1
-        count[pool, have - take] += 1
+        tally[pool, have] -= 1
+        tally[pool, have - take] += 1
         free[node], num_free[node] = idle & ~mask, have - take
         following = entry_after[entry]
         entry_node[entry], entry_mask[entry], entry_after[entry] = node, mask, last
@@ -301,7 +301,9 @@ class Ledger:
             raise PlacementError("the cluster has no node; add at least one NodeSpec")
         for spec in nodes:
             if not 1 <= spec.num_gpus <= MAX_GPUS_PER_NODE:
-                raise PlacementError(f"node {spec.name} has {spec.num_gpus} GPUs; 1 to {MAX_GPUS_PER_NODE} are supported")
+                raise PlacementError(
+                    f"node {spec.name} has {spec.num_gpus} GPUs; 1 to {MAX_GPUS_PER_NODE} are supported"
+                )
         self.nodes = tuple(nodes)
         self.node_index = {spec.name: i for i, spec in enumerate(nodes)}
         if len(self.node_index) != len(nodes):
@@ -369,7 +371,9 @@ class Ledger:
         if spec.name in self.node_index:
             raise PlacementError(f"node {spec.name} is known already; report it as up again instead")
         if key not in self.pools or spec.num_gpus > self.cells.owner.shape[1]:
-            raise PlacementError(f"node {spec.name} opens a new GPU type or width {key, spec.num_gpus}; rebuild the ledger")
+            raise PlacementError(
+                f"node {spec.name} opens a new GPU type or width {key, spec.num_gpus}; rebuild the ledger"
+            )
         self.cells = _grow(self.cells, self.pools.index(key), spec.num_gpus)
         self.nodes = (*self.nodes, spec)
         node = self.node_index[spec.name] = len(self.nodes) - 1
@@ -387,7 +391,7 @@ def _fresh_cells(pool: np.ndarray, widths: np.ndarray, num_pools: int) -> Cells:
         width=pool_width,
         free=(1 << widths).astype(np.int32) - 1,
         num_free=widths.copy(),
-        count=np.zeros((num_pools, widest + 1), np.int32),
+        tally=np.zeros((num_pools, widest + 1), np.int32),
         head=np.full((num_pools, widest + 1), -1, np.int32),
         after=np.full(num_nodes, DETACHED, np.int32),
         before=np.full(num_nodes, -1, np.int32),

@@ -58,7 +58,7 @@ class JobView:
     num_replicas: int
     batch_size: int
     restart_s: float
-    """Restart time as the policy assumes it."""
+    """Restart time as Sia's policy assumes it."""
     progress_left: float
     """Steps at the initial batch to the epochs that the user asked for."""
     max_local: np.ndarray
@@ -67,6 +67,8 @@ class JobView:
     allocation: Allocation | None = None
     placed_s: float = 0.0
     restarting: bool = False
+    measured_restart_s: float | None = None
+    """Restart time as it was seen, once the job has started."""
     num_restarts: int = 0
     excluded: set[tuple[int, int]] = field(default_factory=set)
     """(pool, batch per replica) that ran out of memory."""
@@ -418,4 +420,16 @@ class Gavel:
         return decisions
 
 
-__all__ = ["Allocation", "Cluster", "Fifo", "FixedBatch", "Frenzy", "Gavel", "JobView", "Policy", "Sia", "assignment_gain", "sia_matrix"]
+__all__ = [
+    "Allocation",
+    "Cluster",
+    "Fifo",
+    "FixedBatch",
+    "Frenzy",
+    "Gavel",
+    "JobView",
+    "Policy",
+    "Sia",
+    "assignment_gain",
+    "sia_matrix",
+]

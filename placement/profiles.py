@@ -23,7 +23,14 @@ from placement.errors import PlacementError
 
 K = TypeVar("K")
 
-CHARGED_RESTART_S = {"cifar10": 50.0, "deepspeech2": 25.0, "bert": 120.0, "yolov3": 80.0, "imagenet": 250.0, "ncf": 15.0}
+CHARGED_RESTART_S = {
+    "cifar10": 50.0,
+    "deepspeech2": 25.0,
+    "bert": 120.0,
+    "yolov3": 80.0,
+    "imagenet": 250.0,
+    "ncf": 15.0,
+}
 POLICY_RESTART_S = {"cifar10": 30.0, "deepspeech2": 25.0, "bert": 120.0, "yolov3": 45.0, "imagenet": 250.0}
 GOODPUT_DIVISOR = {"cifar10": 1.8, "ncf": 1.5, "gpt_pmp": 1.0}
 LOCAL_BATCH_LIMIT = {("deepspeech2", "rtx"): 57}
@@ -144,7 +151,12 @@ def _interpolate(grid: dict[tuple[int, int], Curve], wanted: tuple[int, int]) ->
     curves = [grid[int(n), int(r)] for n, r in points]
     nearest = curves[int(np.argmin(((points - wanted) ** 2).sum(axis=1)))]
     batches = nearest.local_batch
-    values = np.array([[*np.interp(batches, c.local_batch, c.step_time_s), *np.interp(batches, c.local_batch, c.sync_time_s)] for c in curves])
+    values = np.array(
+        [
+            [*np.interp(batches, c.local_batch, c.step_time_s), *np.interp(batches, c.local_batch, c.sync_time_s)]
+            for c in curves
+        ]
+    )
     try:
         row = LinearNDInterpolator(points, values)(*wanted)
     except (QhullError, ValueError):

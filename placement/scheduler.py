@@ -338,10 +338,10 @@ def _tables(ledger: Ledger, classes: Sequence[JobClass]) -> tuple[list[list[Plan
                 raise PlacementError(
                     f"class {job_class.name}: {option.num_gpus} GPUs are not whole groups of {option.tp_group}"
                 )
-            for pool, (gpu_type, memory) in enumerate(ledger.pools):
-                fits = option.memory_bytes <= memory and option.tp_group <= ledger.cells.width[pool]
+            for p, (gpu_type, memory) in enumerate(ledger.pools):
+                fits = option.memory_bytes <= memory and option.tp_group <= ledger.cells.width[p]
                 if gpu_type == option.gpu_type and fits:
-                    row.append((option, pool))
+                    row.append((option, p))
         rows.append(row)
     shape = (len(classes), max([len(row) for row in rows], default=0))
     pool, gpus, group = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.ones(shape, np.int32)
@@ -377,5 +377,3 @@ def _no_hold(num_nodes: int) -> Hold:
         num_nodes=np.zeros(1, np.int32),
         nodes=np.zeros(num_nodes, np.int32),
     )
-
-

@@ -26,6 +26,8 @@ from placement.traces import TraceJob
 
 ROUND_S = 60.0
 MAX_DAYS = 60
+RESOLUTION_S = 1e-6
+"""Ends closer than this count as reached, so that rounding cannot stop the clock."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,8 @@ class _Running:
         if self.view.allocation is None:
             return math.inf
         if self.restart_left_s > 0 or self.rate == 0:
-            return self.restart_left_s
-        return float(self.app.epoch_progress[self.epoch] - self.progress) / self.rate
+            return max(self.restart_left_s, RESOLUTION_S)
+        return max(float(self.app.epoch_progress[self.epoch] - self.progress) / self.rate, RESOLUTION_S)
 
     def advance(self, now_s: float, span_s: float, cluster: Cluster) -> None:
         """Run for `span_s` seconds from `now_s`; sets finish_s when the last epoch ends within them."""
@@ -180,24 +182,26 @@ class _Running:
             self.wait_s += span_s
             return
         left = span_s
-        while left > 0 or self.restart_left_s <= 0 and self.rate == 0:
+        while left > 0 or (self.restart_left_s <= 0 and self.rate == 0):
             if self.restart_left_s > 0:
                 used = min(self.restart_left_s, left)
                 self.restart_left_s -= used
                 left -= used
-                if self.restart_left_s > 0:
+                if self.restart_left_s > RESOLUTION_S / 2:
                     break
+                self.restart_left_s = 0.0
+                self.view.measured_restart_s = self.app.restart_s
             if self.oom:
                 self._run_out_of_memory(allocation)
                 break
             if self.rate == 0:
                 self._start_epoch(cluster, first=True)
             need = float(self.app.epoch_progress[self.epoch] - self.progress) / self.rate
-            if need > left:
+            if need > left + RESOLUTION_S / 2:
                 self.progress += self.rate * left
                 left = 0.0
                 break
-            left -= need
+            left = max(left - need, 0.0)
             self.progress = float(self.app.epoch_progress[self.epoch])
             self.epoch += 1
             if self.epoch == len(self.app.epoch_progress):
@@ -266,7 +270,9 @@ class _Simulation:
     def __post_init__(self) -> None:
         missing = sorted({job.application for job in self.trace} - set(self.profiles))
         if missing:
-            raise PlacementError(f"no profile for application(s) {', '.join(missing)}; known: {', '.join(self.profiles)}")
+            raise PlacementError(
+                f"no profile for application(s) {', '.join(missing)}; known: {', '.join(self.profiles)}"
+            )
         self.cluster = Cluster(Ledger(self.nodes))
         self.waiting = sorted(self.trace, key=lambda job: job.submit_s)[::-1]
         self.next_tick = self.round_s
@@ -282,7 +288,9 @@ class _Simulation:
             if name in used
         }
         self.max_local = {
-            name: np.array([self.profiles[name].max_local_batch(*self.cluster.shape(k)) for k in range(len(self.cluster.configs))])
+            name: np.array(
+                [self.profiles[name].max_local_batch(*self.cluster.shape(k)) for k in range(len(self.cluster.configs))]
+            )
             for name in self.bootstrap
         }
 

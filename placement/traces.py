@@ -170,14 +170,14 @@ def as_applications(jobs: Sequence[TimedJob], seed: int) -> list[TraceJob]:
         hours = job.num_gpus * job.duration_s / 3600
         medium = "deepspeech2" if random.random() < 0.5 else "bert"
         app = "cifar10" if hours < 1 else medium if hours < 10 else "yolov3" if hours < 100 else "imagenet"
-        replicas, batch = _pick(random, REQUESTS[app], REPLICA_SHARE)
+        replicas, batch = _pick(random, app)
         result.append(TraceJob(job.name, job.submit_s, app, replicas, batch))
     return result
 
 
 @dataclass(frozen=True)
 class Mix:
-    """A kind of generated trace: how many jobs in how many hours, the most in one hour, and the share of each app."""
+    """A kind of generated trace: how many jobs in how many hours, how bursty, and the share of each app."""
 
     num_jobs: int
     hours: int
@@ -189,13 +189,21 @@ class Mix:
 NEW_TRACE = Mix(960, 48, 0.6, {"cifar10": 0.52, "deepspeech2": 0.22, "bert": 0.21, "yolov3": 0.037, "imagenet": 0.009})
 PHILLY = Mix(160, 8, 0.5, {"cifar10": 0.79, "deepspeech2": 0.09, "bert": 0.06, "yolov3": 0.045, "imagenet": 0.019})
 HELIOS = Mix(160, 8, 0.5, {"cifar10": 0.83, "deepspeech2": 0.06, "bert": 0.04, "yolov3": 0.046, "imagenet": 0.026})
-REPLICA_SHARE = {4: 0.09, 6: 0.24, 8: 0.24, 10: 0.06, 12: 0.25, 14: 0.12, 16: 0.12}
 REQUESTS = {
-    "cifar10": {4: 2048, 6: 2048, 8: 2048, 10: 4096, 12: 4096, 16: 4096},
-    "deepspeech2": {6: 320, 8: 320, 12: 640},
-    "bert": {6: 384, 8: 384, 12: 384, 16: 384},
-    "yolov3": {4: 64},
-    "imagenet": {10: 1600, 12: 3200, 14: 3200},
+    # (replicas, batch) -> share within the application
+    "cifar10": {
+        (4, 2048): 0.085,
+        (6, 2048): 0.22,
+        (8, 2048): 0.145,
+        (8, 4096): 0.07,
+        (10, 4096): 0.095,
+        (12, 4096): 0.24,
+        (16, 4096): 0.145,
+    },
+    "deepspeech2": {(6, 320): 0.34, (8, 320): 0.34, (12, 640): 0.32},
+    "bert": {(6, 384): 0.25, (8, 384): 0.25, (12, 384): 0.25, (16, 384): 0.25},
+    "yolov3": {(4, 64): 1.0},
+    "imagenet": {(10, 1600): 0.3, (12, 3200): 0.35, (14, 3200): 0.35},
 }
 
 
@@ -211,7 +219,7 @@ def generate(mix: Mix, seed: int) -> list[TraceJob]:
     apps = random.choice(len(names), mix.num_jobs, p=share / share.sum())
     jobs = []
     for i, (time, app) in enumerate(zip(times, apps, strict=True)):
-        replicas, batch = _pick(random, REQUESTS[names[app]], REPLICA_SHARE)
+        replicas, batch = _pick(random, names[app])
         jobs.append(TraceJob(f"{names[app]}-{i}", float(time), names[app], replicas, batch))
     return jobs
 
@@ -230,7 +238,10 @@ def generate_philly_week(seed: int, num_jobs: int = 14185) -> list[TimedJob]:
     log_duration = np.log(list(PHILLY_WEEK_DURATION_S.values()))
     duration = np.exp(np.interp(random.uniform(0, 100, num_jobs), quantiles, log_duration))
     gpus = random.choice(list(PHILLY_WEEK_GPUS), num_jobs, p=list(PHILLY_WEEK_GPUS.values()))
-    return [TimedJob(f"philly-{i}", float(t), int(g), float(d)) for i, (t, g, d) in enumerate(zip(times, gpus, duration, strict=True))]
+    return [
+        TimedJob(f"philly-{i}", float(t), int(g), float(d))
+        for i, (t, g, d) in enumerate(zip(times, gpus, duration, strict=True))
+    ]
 
 
 INVENTORY = (
@@ -271,11 +282,9 @@ def named_cluster(name: str) -> list[NodeSpec]:
     return [NodeSpec(f"{t}-{i}", t, gpus, gib * GIB) for t, nodes, gpus, gib in CLUSTERS[name] for i in range(nodes)]
 
 
-def _pick(random: np.random.Generator, requests: dict[int, int], share: dict[int, float]) -> tuple[int, int]:
-    replicas = list(requests)
-    weight = np.array([share[r] for r in replicas])
-    chosen = replicas[int(random.choice(len(replicas), p=weight / weight.sum()))]
-    return chosen, requests[chosen]
+def _pick(random: np.random.Generator, app: str) -> tuple[int, int]:
+    requests = list(REQUESTS[app])
+    return requests[int(random.choice(len(requests), p=list(REQUESTS[app].values())))]
 
 
 def _in_order(jobs: Iterable[TraceJob]) -> list[TraceJob]:

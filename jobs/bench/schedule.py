@@ -30,7 +30,14 @@ from zenray.config import Section
 
 FILES: tuple[str, ...] = ()
 
-CARD_OF = {"A100-80G": "A100-80", "H800": "H100", "A10": "A10", "series-1": "T4", "series-2": "V100-32", "A800": "A100-80"}
+CARD_OF = {
+    "A100-80G": "A100-80",
+    "H800": "H100",
+    "A10": "A10",
+    "series-1": "T4",
+    "series-2": "V100-32",
+    "A800": "A100-80",
+}
 """Which data sheet stands for a type of the generated inventory; the two anonymous series are guesses."""
 SIZES = ((24, 1024, 16), (24, 2048, 16), (32, 2560, 32), (32, 4096, 32), (40, 5120, 40), (48, 7168, 56), (80, 8192, 64))
 """Layers, width and heads of the seven models, 0.35 to 66 billion parameters."""
@@ -64,7 +71,9 @@ def run(config: Config, run: Run) -> dict[str, Any]:
     num_gpus = sum(node.num_gpus for node in nodes)
     started = time.perf_counter()
     classes = llm_classes() if config.mix == "llm" else small_classes()
-    run.say(f"{len(nodes)} nodes, {num_gpus} GPUs; {len(classes)} classes, {sum(len(c.options) for c in classes)} plans")
+    run.say(
+        f"{len(nodes)} nodes, {num_gpus} GPUs; {len(classes)} classes, {sum(len(c.options) for c in classes)} plans"
+    )
     listing_s = time.perf_counter() - started
     bench = _Bench(config, nodes, classes)
     metrics: dict[str, Any] = {"num_gpus": num_gpus, "num_nodes": len(nodes), "listing_ms": listing_s * 1e3}
@@ -79,7 +88,10 @@ def run(config: Config, run: Run) -> dict[str, Any]:
 
 
 def _nodes(num_gpus: int) -> list[NodeSpec]:
-    return [replace(node, memory_bytes=gpu_type(CARD_OF[node.gpu_type]).memory_bytes) for node in generate_inventory(num_gpus)]
+    return [
+        replace(node, memory_bytes=gpu_type(CARD_OF[node.gpu_type]).memory_bytes)
+        for node in generate_inventory(num_gpus)
+    ]
 
 
 def _cards() -> list[GpuType]:
@@ -199,9 +211,9 @@ class _Bench:
         names = [node.name for node in self.scheduler.ledger.nodes]
         starts = 0
 
-        def timed(kind: str, event: Callable[[], Any]) -> Any:
+        def timed(kind: str, event: Callable[..., Any], *arguments: object) -> Any:
             started = time.perf_counter()
-            result = event()
+            result = event(*arguments, self.now_s)
             seconds[kind].append(time.perf_counter() - started)
             return result
 
@@ -209,12 +221,12 @@ class _Bench:
             job, spec = self._running(), self.spec()
             if turn % 10 == 9:
                 name = names[int(self.random.integers(len(names)))]
-                timed("node", lambda name=name: self.scheduler.node_lost(name, self.now_s))
-                timed("node", lambda name=name: self.scheduler.node_joined(name, self.now_s))
+                timed("node", self.scheduler.node_lost, name)
+                timed("node", self.scheduler.node_joined, name)
             elif turn % 2:
-                starts += len(timed("arrive", lambda spec=spec: self.scheduler.submit(spec, self.now_s)))
+                starts += len(timed("arrive", self.scheduler.submit, spec))
             else:
-                starts += len(timed("finish", lambda job=job: self.scheduler.finish(job, self.now_s)))
+                starts += len(timed("finish", self.scheduler.finish, job))
         everything = np.concatenate([np.array(s) for s in seconds.values()]) * 1e6
         metrics: dict[str, Any] = {"event_p50_us": float(np.median(everything)), "event_starts": starts}
         metrics |= {"event_p99_us": float(np.quantile(everything, 0.99)), "event_max_us": float(everything.max())}
@@ -243,7 +255,12 @@ def compare(config: Config, run: Run) -> dict[str, Any]:
         key = f"{num_jobs}x{num_gpus}"
         ilp, own = float(np.median(ilp_ms)), float(np.median(ours_ms))
         rows.append((num_jobs, num_gpus, min(ratios), float(np.mean(ratios)), own, ilp, ilp / own))
-        metrics[key] = {"objective_vs_ilp": min(ratios), "ilp_ms": ilp, "allocate_ms": own, "overhead_vs_ilp": own / ilp}
+        metrics[key] = {
+            "objective_vs_ilp": min(ratios),
+            "ilp_ms": ilp,
+            "allocate_ms": own,
+            "overhead_vs_ilp": own / ilp,
+        }
         metrics["objective_vs_ilp"] = min(metrics["objective_vs_ilp"], min(ratios))
         metrics |= {"ilp_ms": ilp, "overhead_vs_ilp": own / ilp}
     run.table(
@@ -257,7 +274,9 @@ def compare(config: Config, run: Run) -> dict[str, Any]:
 def program(num_jobs: int, num_gpus: int, random: np.random.Generator) -> tuple[np.ndarray, ...]:
     """An instance of Sia's program on three types like its cluster's: costs [J, K], types, GPUs [K], capacity [T]."""
     widths = (4, 8, 8)
-    capacity = np.array([round(num_gpus * share / w) * w for share, w in zip((0.375, 0.375, 0.25), widths, strict=True)])
+    capacity = np.array(
+        [round(num_gpus * share / w) * w for share, w in zip((0.375, 0.375, 0.25), widths, strict=True)]
+    )
     rows = []
     for t, width in enumerate(widths):
         rows += [(t, 1 << e) for e in range(width.bit_length())]
@@ -269,6 +288,8 @@ def program(num_jobs: int, num_gpus: int, random: np.random.Generator) -> tuple[
         goodput = speed[types] * gpus / (1 + random.uniform(0.005, 0.3) * (gpus - 1))
         feasible = gpus <= 2 ** random.integers(0, 7)
         present = -1 if random.random() < 0.3 else int(random.choice(np.flatnonzero(feasible)))
-        factor = restart_factor(random.uniform(60, 20000), int(random.integers(0, 10)), random.choice([25, 30, 45, 120, 250]))
+        factor = restart_factor(
+            random.uniform(60, 20000), int(random.integers(0, 10)), random.choice([25, 30, 45, 120, 250])
+        )
         costs[i] = sia_costs(goodput, feasible, present, factor)
     return costs, types, gpus, capacity
