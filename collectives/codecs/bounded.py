@@ -173,6 +173,7 @@ def bin_width(bound: float) -> np.float32:
 
 
 def round_down(value: float) -> np.float32:
+    """The largest fp32 that is not above `value`, which is >= 0."""
     rounded = np.float32(min(value, float(np.finfo(np.float32).max)))
     return np.nextafter(rounded, np.float32(0)) if float(rounded) > value else rounded
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
 
 from collectives.errors import ConfigError, WireFormatError
@@ -314,8 +315,7 @@ class Fp32Codec(Codec):
         flags, used = self._encode(total, buffer, seed)
         decoded = np.empty_like(total)
         self._decode(buffer[:used], flags, decoded, False, np.float32(1))
-        lost = total - decoded
-        new[:] = np.where(np.isfinite(lost), lost, old)
+        keep_lost(total, decoded, old, new)
         return flags, used
 
     @abstractmethod
@@ -339,3 +339,11 @@ def add_flags(packet: Tensor, flags: int) -> None:
         return
     codec_id, present, numel = read_header(packet.numpy())
     write_header(packet.numpy(), codec_id, present | flags, numel)
+
+
+@njit(nogil=True, cache=True)
+def keep_lost(total, decoded, old, new):  # type: ignore[no-untyped-def]
+    """new = total - decoded, and old where that is not finite; flat fp32, new may be old."""
+    for i in range(total.shape[0]):
+        lost = total[i] - decoded[i]
+        new[i] = lost if np.abs(lost) < np.float32(np.inf) else old[i]

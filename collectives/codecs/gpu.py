@@ -90,7 +90,7 @@ def _topk(codec: Codec) -> TopK:
 
 def _head(codec: Codec) -> np.uint32:
     """The first word of a packet's header."""
-    return np.frombuffer(HEADER.pack(MAGIC, VERSION, codec.codec_id, 0, 0)[:4], np.uint32)[0]
+    return np.uint32(int.from_bytes(HEADER.pack(MAGIC, VERSION, codec.codec_id, 0, 0)[:4], "little"))
 
 
 def _checked_input(codec: Codec, x: Tensor, residual: Residual | None) -> tuple[Tensor | None, Tensor | None]:

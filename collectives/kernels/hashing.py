@@ -17,6 +17,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from collectives.kernels import gpu
+from collectives.kernels.cuda import on_gpu
 from collectives.kernels.host import Array, Scalar, host_array
 from collectives.kernels.twins import finalise
 
@@ -99,6 +101,8 @@ class HashedOwners:
 
     def split(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """See `Owners`."""
+        if on_gpu(ids):
+            return gpu.hashed_split(ids, self.num_positions, self.num_owners, self._network())
         images = self._walk(_permute, host_array(ids).astype(self._word))
         owners, slots = torch.empty(ids.numel(), dtype=torch.int32), torch.empty(ids.numel(), dtype=torch.int64)
         _split(images, self._word(self.num_owners), host_array(owners), host_array(slots))
@@ -106,6 +110,8 @@ class HashedOwners:
 
     def join(self, owner: int, slots: Tensor) -> Tensor:
         """See `Owners`."""
+        if on_gpu(slots):
+            return gpu.hashed_join(owner, slots, self.num_positions, self.num_owners, self._network())
         images = (host_array(slots) * self.num_owners + owner).astype(self._word)
         return torch.from_numpy(self._walk(_invert, images).astype(np.int64))
 
@@ -116,9 +122,8 @@ class HashedOwners:
 
     def _walk(self, evaluate: Callable[..., None], words: Array) -> Array:
         """Evaluate in place, and again where the result lies outside [0, N); below two evaluations on average."""
-        bits = (self.num_positions - 1).bit_length()
-        high_bits, low_bits = bits // 2, bits - bits // 2
-        network = (np.uint64(low_bits), np.uint32((1 << high_bits) - 1), np.uint32((1 << low_bits) - 1), self.keys())
+        low_bits, high_mask, low_mask, *keys = self._network()
+        network = (np.uint64(low_bits), high_mask, low_mask, np.array(keys, np.uint32))
         evaluate(words, *network)
         outside = np.flatnonzero(words >= self.num_positions)
         while len(outside):
@@ -127,6 +132,12 @@ class HashedOwners:
             words[outside] = strays
             outside = outside[strays >= self.num_positions]
         return words
+
+    def _network(self) -> list[np.uint32]:
+        """Bits of the low half, masks of the high and the low half, and the round keys."""
+        bits = (self.num_positions - 1).bit_length()
+        high_bits, low_bits = bits // 2, bits - bits // 2
+        return [np.uint32(low_bits), np.uint32((1 << high_bits) - 1), np.uint32((1 << low_bits) - 1), *self.keys()]
 
     def num_slots(self, owner: int) -> int:
         """How many positions this owner holds: the floor or the ceiling of num_positions / num_owners."""
@@ -146,7 +157,7 @@ class RangeOwners:
 
     def split(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """See `Owners`."""
-        starts = self._starts()
+        starts = self._starts().to(ids.device)
         owners = torch.searchsorted(starts[1:], ids, right=True)
         return owners.to(torch.int32), ids - starts[owners]
 

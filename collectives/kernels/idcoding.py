@@ -13,6 +13,7 @@ from numba import njit
 from torch import Tensor
 
 from collectives.errors import WireFormatError
+from collectives.kernels.cuda import on_gpu
 from collectives.kernels.host import Array, Scalar, host_array
 from collectives.kernels.idsets import decode_bitmap, encode_bitmap
 
@@ -78,9 +79,10 @@ def _decode_gaps(data: Array, num_positions: int, ids: Array) -> Scalar:
 def _body_bytes(ids: Tensor, num_positions: int) -> dict[int, int]:
     sizes = {
         PLAIN: ids.numel() * index_dtype(num_positions).itemsize,
-        GAPS: _gap_bytes(host_array(ids)),
         BITMAP: (num_positions + 7) // 8,
     }
+    if not on_gpu(ids):  # varints have no parallel form
+        sizes[GAPS] = _gap_bytes(host_array(ids))
     if ids.numel() == num_positions:
         sizes[ALL] = 0
     return sizes
@@ -94,10 +96,10 @@ def coded_bytes(ids: Tensor, num_positions: int) -> int:
 def encode_ids(ids: Tensor, num_positions: int) -> Tensor:
     """Code sorted unique ids (int64 [k] in [0, num_positions)) into as few bytes as possible: uint8 [coded_bytes]."""
     if not ids.numel():
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device=ids.device)
     sizes = _body_bytes(ids, num_positions)
     coding = min(sizes, key=sizes.__getitem__)
-    coded = torch.empty(1 + sizes[coding], dtype=torch.uint8)
+    coded = torch.empty(1 + sizes[coding], dtype=torch.uint8, device=ids.device)
     coded[0], body = coding, coded[1:]
     if coding == PLAIN:
         body.copy_(ids.to(index_dtype(num_positions)).view(torch.uint8))
@@ -111,7 +113,7 @@ def encode_ids(ids: Tensor, num_positions: int) -> Tensor:
 def decode_ids(coded: Tensor, num_ids: int, num_positions: int) -> Tensor:
     """The ids (int64 [num_ids], sorted, unique, in [0, num_positions)) of a message of `encode_ids`."""
     if num_ids == 0 and coded.numel() == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device=coded.device)
     if not 0 < num_ids <= num_positions or coded.numel() == 0:
         raise WireFormatError(f"{coded.numel()} bytes cannot hold {num_ids} ids out of {num_positions} positions")
     coding, body = int(coded[0]), coded[1:]
@@ -121,11 +123,12 @@ def decode_ids(coded: Tensor, num_ids: int, num_positions: int) -> Tensor:
         ids = body.clone().view(plain).to(torch.int64)
     elif coding == GAPS and body.numel() >= num_ids:
         gaps = torch.empty(num_ids, dtype=torch.int64)
-        ids = gaps if _decode_gaps(host_array(body), num_positions, host_array(gaps)) else None
+        ids = gaps if _decode_gaps(host_array(body.cpu()), num_positions, host_array(gaps)) else None
+        ids = None if ids is None else ids.to(coded.device)
     elif coding == BITMAP and body.numel() == (num_positions + 7) // 8:
         ids = decode_bitmap(body)
     elif coding == ALL and body.numel() == 0:
-        ids = torch.arange(num_positions, dtype=torch.int64)
+        ids = torch.arange(num_positions, dtype=torch.int64, device=coded.device)
     if ids is None or ids.numel() != num_ids or not is_sorted_set(ids, num_positions):
         raise WireFormatError(
             f"{coded.numel()} bytes of coding {coding} are not {num_ids} sorted ids in [0, {num_positions})"

@@ -13,6 +13,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from collectives.kernels import gpu
+from collectives.kernels.cuda import on_gpu
 from collectives.kernels.host import Array, Scalar, host_array
 
 SPARSEST_BITMAP = 1024
@@ -71,6 +73,8 @@ def union_ids(lists: Sequence[Tensor], num_positions: int) -> tuple[Tensor, list
 
     The lists may be unsorted and may repeat ids.
     """
+    if lists and on_gpu(lists[0]):
+        return gpu.union_ids(lists, num_positions)
     arrays = [host_array(ids) for ids in lists]
     if num_positions > SPARSEST_BITMAP * max(1, sum(len(ids) for ids in arrays)):
         joined = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
@@ -92,6 +96,8 @@ def union_ids(lists: Sequence[Tensor], num_positions: int) -> tuple[Tensor, list
 
 def encode_bitmap(ids: Tensor, num_positions: int) -> Tensor:
     """One bit per position, bit i of byte b standing for 8 b + i: uint8 [ceil(num_positions / 8)]."""
+    if on_gpu(ids):
+        return gpu.encode_bitmap(ids, num_positions)
     words = np.zeros((num_positions + 63) // 64, np.uint64)
     _mark(words, host_array(ids))
     return torch.from_numpy(words.view(np.uint8)[: (num_positions + 7) // 8])
@@ -99,6 +105,8 @@ def encode_bitmap(ids: Tensor, num_positions: int) -> Tensor:
 
 def decode_bitmap(bitmap: Tensor) -> Tensor:
     """The sorted ids (int64) of the ones in a bitmap of `encode_bitmap`."""
+    if on_gpu(bitmap):
+        return gpu.decode_bitmap(bitmap)
     words = np.zeros((bitmap.numel() + 7) // 8, np.uint64)
     words.view(np.uint8)[: bitmap.numel()] = host_array(bitmap)
     ids = torch.empty(_count(words, np.empty(len(words), np.int64)), dtype=torch.int64)
@@ -119,6 +127,8 @@ def partition_by_owner(owners: Tensor, num_owners: int) -> tuple[Tensor, Tensor]
 
     owners: int32 [k] in [0, n). Histogram, exclusive scan, stable scatter: the result does not depend on timing.
     """
+    if on_gpu(owners):
+        return gpu.partition_by_owner(owners, num_owners)
     counts = np.bincount(host_array(owners), minlength=num_owners).astype(np.int64)
     order = torch.empty(owners.numel(), dtype=torch.int64)
     _partition(host_array(owners), np.cumsum(counts) - counts, host_array(order))

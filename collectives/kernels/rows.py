@@ -11,6 +11,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from collectives.kernels import gpu
+from collectives.kernels.cuda import on_gpu
 from collectives.kernels.host import Array, Scalar, bit_array, host_array
 from collectives.kernels.idsets import union_ids
 
@@ -38,9 +40,11 @@ def nonzero_rows(matrix: Tensor) -> Tensor:
     Reads each byte once: the bits of a row are OR-ed and the sign bits masked off at the end.
     """
     num_rows, width = matrix.shape
-    found = torch.empty(num_rows, dtype=torch.int64)
+    found = torch.empty(0 if on_gpu(matrix) else num_rows, dtype=torch.int64, device=matrix.device)
     if num_rows == 0 or width == 0:
         return found[:0]
+    if on_gpu(matrix):
+        return gpu.nonzero_rows(matrix)
     count = _nonzero_rows(bit_array(matrix), _MAGNITUDE[matrix.element_size()], host_array(found))
     return found[:count].clone()
 
@@ -56,7 +60,9 @@ def _gather_rows(source: Array, rows: Array, first: int, out: Array) -> None:
 
 def gather_rows(source: Tensor, rows: Tensor, out: Tensor, first_column: int = 0) -> Tensor:
     """out[i] = source[rows[i], first_column : first_column + c] for out [k, c] of the same dtype; returns out."""
-    if out.numel():
+    if out.numel() and on_gpu(out):
+        gpu.gather_rows(source, rows, out, first_column)
+    elif out.numel():
         _gather_rows(bit_array(source), host_array(rows), first_column, bit_array(out))
     return out
 
@@ -71,7 +77,9 @@ def _scatter_rows(out: Array, positions: Array, values: Array) -> None:
 
 def scatter_rows(out: Tensor, positions: Tensor, values: Tensor) -> None:
     """out[positions[i]] = values[i] for values [k, W] and out [K, W] of one dtype; positions are unique."""
-    if values.numel():
+    if values.numel() and on_gpu(out):
+        gpu.scatter_rows(out, positions, values)
+    elif values.numel():
         _scatter_rows(bit_array(out), host_array(positions), bit_array(values))
 
 
@@ -95,9 +103,13 @@ def scatter_add_rows(total: Tensor, positions: Tensor, values: Tensor, fresh: Te
 
     total: float32 [K, c]. values: [k, W], any floating dtype. fresh: uint8 [K], 1 where a row of `total` is still
     unwritten memory; such a row is assigned instead of added to and its flag cleared, which saves zeroing `total`.
+    On a GPU the positions of one call must be unique; calls add up in their order.
     """
     width = total.shape[1]
     if not positions.numel() or not width:
+        return
+    if on_gpu(total):
+        gpu.scatter_add_rows(total, positions, values, fresh, first_column)
         return
     if values.dtype != torch.float32:
         values, first_column = values[:, first_column : first_column + width].float(), 0
@@ -112,6 +124,8 @@ def coalesce(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, Tensor
     """
     if ids.numel() < 2 or bool((ids[1:] > ids[:-1]).all()):
         return ids, values
+    if on_gpu(ids):
+        return gpu.coalesce(ids, values)
     unique, (positions,) = union_ids([ids], num_rows)
     total = torch.empty((unique.numel(), values.shape[1]), dtype=torch.float32)
     scatter_add_rows(total, positions, values, torch.ones(unique.numel(), dtype=torch.uint8))
@@ -130,6 +144,8 @@ def has_nonfinite(values: Tensor) -> bool:
     """Whether any value is infinite or NaN: an integer maximum over the bits, one read."""
     if not values.numel():
         return False
+    if on_gpu(values):
+        return not bool(torch.isfinite(values).all())
     bits = bit_array(values.view(-1))
     return bool(_largest_magnitude(bits, bits.dtype.type(_MAGNITUDE[values.element_size()])) >= _INFINITY[values.dtype])
 
