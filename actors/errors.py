@@ -35,3 +35,41 @@ class WorkerTimeout(WorkerError):
 
 class GroupStateError(WorkerError):
     """A worker group was asked for something that its state does not allow."""
+
+
+class CheckpointError(ZenrayError):
+    """A checkpoint could not be written, or none can be loaded. What was complete before still is."""
+
+
+class HolderLost(CheckpointError):
+    """A holder of checkpoint copies is gone or does not answer."""
+
+    def __init__(self, *, rank: int, host: str, step: int, cause: str):
+        self.rank, self.host, self.step, self.cause = rank, host, step, cause
+        super().__init__(
+            f"rank {rank}: the holder on host {host} did not take step {step}: {cause} The group goes on in the next "
+            f"epoch with the holders that are left."
+        )
+
+
+class MemoryExhausted(CheckpointError):
+    """A holder's memory limit does not allow another shard."""
+
+    def __init__(self, *, host: str, need_bytes: int, used_bytes: int, limit_bytes: int):
+        self.host, self.need_bytes, self.used_bytes, self.limit_bytes = host, need_bytes, used_bytes, limit_bytes
+        super().__init__(
+            f"the holder on host {host} keeps {used_bytes} bytes and cannot take {need_bytes} more: its limit is "
+            f"{limit_bytes}. Raise the limit, use fewer copies, or more hosts."
+        )
+
+
+class StaleEpoch(CheckpointError):
+    """A frame or request of an epoch that has been fenced."""
+
+    def __init__(self, *, epoch: int, fenced: int):
+        self.epoch, self.fenced = epoch, fenced
+        super().__init__(f"epoch {epoch} is over: epoch {fenced} has begun. This process was replaced; let it end.")
+
+
+class Interrupted(WorkerError):
+    """A rank that waited for a commit was told to leave: its group is about to be rebuilt."""

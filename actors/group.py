@@ -207,13 +207,13 @@ class WorkerGroup:
     def _create_actors(self, deadline: float) -> None:
         reservation = self._reservation
         assert reservation is not None
-        actor_class = ray.remote(**_actor_options(self.gang.bundles[0]))(GpuWorker)
+        actor_class = ray.remote(**actor_options(self.gang.bundles[0]))(GpuWorker)
         for bundle in range(len(self.gang.bundles)):
             strategy = PlacementGroupSchedulingStrategy(reservation.group, placement_group_bundle_index=bundle)
             options = actor_class.options(
                 name=f"{group_name(self.run_id, self.epoch)}/w{bundle}", scheduling_strategy=strategy
             )
-            self._actors.append(_create(options, (self.run_id, self.epoch, bundle), deadline))
+            self._actors.append(create_actor(options, (self.run_id, self.epoch, bundle), deadline))
 
     def _join(self, deadline: float) -> None:
         seats = self._call_all("start", [actor.sit.remote() for actor in self._actors], deadline)
@@ -267,22 +267,9 @@ class WorkerGroup:
                 on_report(event)
 
     def _get(self, ref: Any, rank: int, deadline: float) -> Any:
-        """One finished result; the worker's exception in its own type, and a lost worker as WorkerLost."""
-        fetch_s = max(_FETCH_S, deadline - time.monotonic())
-        try:
-            return ray.get(ref, timeout=fetch_s)
-        except RayActorError as error:
-            node, pid = "?", 0
-            if rank < len(self.members):
-                node, pid = self.members[rank].place.seat.address, self.members[rank].pid
-            cause = str(error).strip().splitlines()[0]
-            raise WorkerLost(rank=rank, epoch=self.epoch, node=node, pid=pid, cause=cause) from None
-        except RayTaskError as error:
-            if isinstance(error.cause, ZenrayError):
-                raise error.cause from None
-            raise
-        except GetTimeoutError:
-            raise WorkerTimeout(phase="fetch", epoch=self.epoch, missing=[rank], timeout_s=fetch_s) from None
+        """See `fetch`."""
+        member = self.members[rank] if rank < len(self.members) else None
+        return fetch(ref, member, self.epoch, deadline, rank)
 
     def _break(self, streams: dict[int, Any], started: float) -> None:
         """Make every rank that still runs leave its collectives; kill those that do not within the grace."""
@@ -307,7 +294,28 @@ class WorkerGroup:
             release(reservation)
 
 
-def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
+def fetch(ref: Any, member: Member | None, epoch: int, deadline: float, rank: int = -1) -> Any:
+    """One finished result; the worker's exception in its own type, and a lost worker as WorkerLost.
+
+    member: whose call it was, None while the workers are not numbered yet; then `rank` is its position.
+    """
+    fetch_s = max(_FETCH_S, deadline - time.monotonic())
+    rank = rank if member is None else member.place.rank
+    try:
+        return ray.get(ref, timeout=fetch_s)
+    except RayActorError as error:
+        node, pid = ("?", 0) if member is None else (member.place.seat.address, member.pid)
+        cause = str(error).strip().splitlines()[0]
+        raise WorkerLost(rank=rank, epoch=epoch, node=node, pid=pid, cause=cause) from None
+    except RayTaskError as error:
+        if isinstance(error.cause, ZenrayError):
+            raise error.cause from None
+        raise
+    except GetTimeoutError:
+        raise WorkerTimeout(phase="fetch", epoch=epoch, missing=[rank], timeout_s=fetch_s) from None
+
+
+def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
     """Ray spells CPU, GPU and memory as options of their own."""
     own = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU", "memory")}
     return {
@@ -322,7 +330,7 @@ def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def _create(actor_class: Any, arguments: tuple[Any, ...], deadline: float) -> Any:
+def create_actor(actor_class: Any, arguments: tuple[Any, ...], deadline: float) -> Any:
     """Create a named actor. A run that was killed keeps its names for a moment: wait for that, not for a live run."""
     while True:
         try:

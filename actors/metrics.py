@@ -138,6 +138,22 @@ METRICS: tuple[Metric, ...] = (
         "Failures",
     ),
     Metric(
+        "zenray_recoveries",
+        Kind.COUNTER,
+        "events",
+        ("run", "cause"),
+        "Recoveries from memory or storage, by the class of the error that led to them.",
+        "Failures",
+    ),
+    Metric(
+        "zenray_committed_step",
+        Kind.GAUGE,
+        "steps",
+        ("run",),
+        "The last step whose copies are all acknowledged.",
+        "Failures",
+    ),
+    Metric(
         "zenray_epochs", Kind.COUNTER, "epochs", ("run",), "Starts of the worker group, the first one too.", "Failures"
     ),
 )

@@ -1,24 +1,17 @@
-"""What a checkpoint holds and how it lies on disk: safetensors and a JSON manifest with sha256, no pickle.
+"""What a checkpoint holds: safetensors and JSON values, no pickle.
 
 Everything that training needs to go on bit-identically is one list of `StateProvider`s (model, optimizer, hooks, random
-states, data position, ...), one list for every tier: disk, own host's memory, peers' memory. On disk each rank writes
-its own shard, `DIR/step-00000017/rank-3/`, under a temporary name that is renamed after fsync: a shard exists whole or
-not at all. A step is complete when every rank's shard verifies. This module coordinates nothing between ranks.
+states, data position, ...), one list for every tier: disk (`actors.folder`), own host's memory, peers' memory
+(`actors.shards`). This module coordinates nothing between ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-import re
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from enum import StrEnum
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,20 +21,31 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from collectives.errors import ZenrayError
+from actors.errors import CheckpointError
+from actors.folder import ShardFolder, Stamp, WritePhase
+from collectives.feedback import ErrorFeedback
 
-FORMAT_VERSION = 1
-SPARE_BYTES = 16 << 20
-"""Free space a checkpoint leaves on its disk."""
-
-MAX_MANIFEST_BYTES = 16 << 20
+__all__ = [
+    "CheckpointError",
+    "CheckpointFolder",
+    "DataPosition",
+    "ModelState",
+    "OptimizerState",
+    "RandomState",
+    "ResidualState",
+    "Stamp",
+    "State",
+    "StateProvider",
+    "WritePhase",
+    "collect",
+    "digest_of",
+    "distribute",
+    "pack",
+    "unpack",
+]
 
 State = dict[str, Any]
 """Tensors, or values that JSON can hold, by key."""
-
-
-class CheckpointError(ZenrayError):
-    """A checkpoint could not be written, or none can be loaded. What was complete before still is."""
 
 
 class StateProvider(Protocol):
@@ -57,53 +61,26 @@ class StateProvider(Protocol):
         """Restore exactly; tensors arrive on the CPU."""
 
 
-class WritePhase(StrEnum):
-    """Points at which a write can be interrupted; failure tests stop the process at each of them."""
-
-    TENSORS = "tensors"
-    MANIFEST = "manifest"
-    SYNC = "sync"
-    RENAME = "rename"
-    PRUNE = "prune"
-
-
-@dataclass(frozen=True)
-class Stamp:
-    """Where a state belongs. Two stamps with different digests must not be mixed."""
-
-    run_id: str
-    step: int
-    epoch: int
-    rank: int
-    world_size: int
-    config_sha256: str
-
-
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def pack(providers: Sequence[StateProvider]) -> tuple[bytes, dict[str, State]]:
-    """All states as one safetensors buffer (keys `provider/key`) and the JSON values by provider."""
+def collect(providers: Sequence[StateProvider]) -> tuple[dict[str, Tensor], dict[str, State]]:
+    """The tensors of all states by `provider/key`, as they are, and the JSON values by provider."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, State] = {}
-    seen: set[int] = set()
     for provider in providers:
         if provider.name in values:
             raise CheckpointError(f"two state providers are called '{provider.name}'")
         values[provider.name] = {}
         for key, value in provider.state_dict().items():
-            if not isinstance(value, Tensor):
+            if isinstance(value, Tensor):
+                tensors[f"{provider.name}/{key}"] = value.detach()
+            else:
                 values[provider.name][key] = value
-                continue
-            dense = value.detach().cpu().contiguous()
-            if dense.data_ptr() in seen or dense.untyped_storage().nbytes() != dense.nbytes:
-                dense = dense.clone()  # safetensors refuses tensors that share memory, such as tied weights
-            seen.add(dense.data_ptr())
-            tensors[f"{provider.name}/{key}"] = dense
-    return save_tensors(tensors), values
+    return tensors, values
 
 
-def unpack(data: bytes, values: Mapping[str, State], providers: Sequence[StateProvider]) -> None:
+def distribute(tensors: Mapping[str, Tensor], values: Mapping[str, State], providers: Sequence[StateProvider]) -> None:
     """Give every provider its state back. Raises CheckpointError before any is touched if the lists differ."""
     wanted, held = {provider.name for provider in providers}, set(values)
     if wanted != held:
@@ -111,15 +88,33 @@ def unpack(data: bytes, values: Mapping[str, State], providers: Sequence[StatePr
             f"the checkpoint holds the states {sorted(held)}, this run needs {sorted(wanted)}: resume with the same "
             f"model, optimizer and policy, or start anew"
         )
-    try:
-        tensors = load_tensors(data)
-    except SafetensorError as error:
-        raise CheckpointError(f"the tensors of the checkpoint cannot be read: {error}") from error
     for provider in providers:
         prefix = f"{provider.name}/"
         state = dict(values[provider.name])
         state |= {key.removeprefix(prefix): item for key, item in tensors.items() if key.startswith(prefix)}
         provider.load_state_dict(state)
+
+
+def pack(providers: Sequence[StateProvider]) -> tuple[bytes, dict[str, State]]:
+    """All states as one safetensors buffer (keys `provider/key`) and the JSON values by provider."""
+    tensors, values = collect(providers)
+    seen: set[int] = set()
+    for key, tensor in tensors.items():
+        dense = tensor.cpu().contiguous()
+        if dense.data_ptr() in seen or dense.untyped_storage().nbytes() != dense.nbytes:
+            dense = dense.clone()  # safetensors refuses tensors that share memory, such as tied weights
+        seen.add(dense.data_ptr())
+        tensors[key] = dense
+    return save_tensors(tensors), values
+
+
+def unpack(data: bytes, values: Mapping[str, State], providers: Sequence[StateProvider]) -> None:
+    """Give every provider its state back. Raises CheckpointError before any is touched if the lists differ."""
+    try:
+        tensors = load_tensors(data)
+    except SafetensorError as error:
+        raise CheckpointError(f"the tensors of the checkpoint cannot be read: {error}") from error
+    distribute(tensors, values, providers)
 
 
 def digest_of(values: Mapping[str, Any]) -> str:
@@ -130,145 +125,27 @@ def digest_of(values: Mapping[str, Any]) -> str:
 # --- disk -------------------------------------------------------------------------------------------------------------
 
 
-class CheckpointFolder:
-    """The checkpoints of one run on disk, as one rank sees them."""
-
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        world_size: int,
-        keep: int = 2,
-        on_phase: Callable[[WritePhase], None] = lambda phase: None,
-    ):
-        """keep: complete steps that remain. on_phase: called before each phase of a write (failure tests)."""
-        self.folder, self.rank, self.world_size, self.keep, self.on_phase = folder, rank, world_size, keep, on_phase
+class CheckpointFolder(ShardFolder):
+    """The checkpoints of one run on disk, as the providers of one rank see them."""
 
     def save(self, stamp: Stamp, providers: Sequence[StateProvider]) -> int:
-        """Write this rank's shard of `stamp.step`; returns its bytes. Older shards beyond `keep` go afterwards.
-
-        Raises CheckpointError when the disk is full or fails; nothing of this step remains then.
-        """
+        """Write this rank's shard of `stamp.step`; see `write`."""
         data, values = pack(providers)
-        files = {"tensors.safetensors": {"sha256": hashlib.sha256(data).hexdigest(), "num_bytes": len(data)}}
-        manifest = {"format": FORMAT_VERSION, "stamp": asdict(stamp), "files": files, "values": values}
-        text = json.dumps(manifest, indent=1, sort_keys=True).encode()
-        shard = self._shard(stamp.step)
-        partial = shard.with_name(f".{shard.name}.partial")
-        try:
-            shard.parent.mkdir(parents=True, exist_ok=True)
-            self._check_space(len(data) + len(text))
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            self.on_phase(WritePhase.TENSORS)
-            self._write(partial / "tensors.safetensors", data, WritePhase.SYNC)
-            self.on_phase(WritePhase.MANIFEST)
-            self._write(partial / "manifest.json", text, WritePhase.SYNC)
-            _sync_folder(partial)
-            self.on_phase(WritePhase.RENAME)
-            shutil.rmtree(shard, ignore_errors=True)  # only a rewrite of the same step after a restart meets one
-            partial.rename(shard)
-            _sync_folder(shard.parent)
-            _sync_folder(self.folder)
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(
-                f"rank {self.rank}: checkpoint of step {stamp.step} ({len(data)} bytes) not written to {self.folder}: "
-                f"{error}. Earlier checkpoints are untouched; free some space or choose another folder."
-            ) from error
-        self.on_phase(WritePhase.PRUNE)
-        self._prune()
-        return len(data) + len(text)
-
-    def _write(self, path: Path, data: bytes, middle: WritePhase) -> None:
-        with path.open("wb") as file:
-            half = len(data) // 2
-            file.write(data[:half])
-            file.flush()
-            self.on_phase(middle)
-            file.write(data[half:])
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _check_space(self, num_bytes: int) -> None:
-        free = shutil.disk_usage(self.folder).free
-        if free < num_bytes + SPARE_BYTES:
-            raise OSError(f"{num_bytes + SPARE_BYTES} bytes needed, {free} free")
-
-    def latest(self) -> int | None:
-        """The highest step whose shards all verify, or None. Half-written and damaged steps are passed over."""
-        for step in sorted(self._steps(), reverse=True):
-            try:
-                for rank in range(self.world_size):
-                    self._verified(step, rank)
-                return step
-            except CheckpointError:
-                continue
-        return None
+        return self.write(stamp, data, values)
 
     def load(self, step: int, providers: Sequence[StateProvider], config_sha256: str) -> Stamp:
         """Restore this rank's shard of `step`. Raises CheckpointError, with the providers untouched, when it does not
         verify or belongs to another configuration or number of ranks."""
-        manifest, data = self._verified(step, self.rank)
+        manifest, data = self.read(step, self.rank)
         stamp = Stamp(**manifest["stamp"])
         if stamp.world_size != self.world_size or stamp.config_sha256 != config_sha256:
             raise CheckpointError(
-                f"{self._shard(step)} was written by {stamp.world_size} ranks with configuration "
+                f"{self.shard(step)} was written by {stamp.world_size} ranks with configuration "
                 f"{stamp.config_sha256[:12]}; this run has {self.world_size} ranks and {config_sha256[:12]}. Resume "
                 f"with the same settings, or choose another folder."
             )
         unpack(data, manifest["values"], providers)
         return stamp
-
-    def _verified(self, step: int, rank: int) -> tuple[dict[str, Any], bytes]:
-        shard = self._shard(step, rank)
-        try:
-            text = (shard / "manifest.json").read_bytes()
-            if len(text) > MAX_MANIFEST_BYTES:
-                raise CheckpointError(f"{shard}: the manifest has {len(text)} bytes, {MAX_MANIFEST_BYTES} allowed")
-            manifest = json.loads(text)
-            expected = manifest["files"]["tensors.safetensors"]
-            data = (shard / "tensors.safetensors").read_bytes()
-            stamp = Stamp(**manifest["stamp"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{shard} is no complete checkpoint: {error}") from error
-        if manifest["format"] != FORMAT_VERSION or (stamp.step, stamp.rank) != (step, rank):
-            raise CheckpointError(f"{shard} does not hold what its name says: {manifest['format']}, {stamp}")
-        if len(data) != expected["num_bytes"] or hashlib.sha256(data).hexdigest() != expected["sha256"]:
-            raise CheckpointError(f"{shard} is damaged: the tensors do not match the sha256 of the manifest")
-        return manifest, data
-
-    def _shard(self, step: int, rank: int | None = None) -> Path:
-        return self.folder / f"step-{step:08d}" / f"rank-{self.rank if rank is None else rank}"
-
-    def _steps(self) -> list[int]:
-        names = (path.name for path in self.folder.glob("step-*")) if self.folder.exists() else ()
-        return [int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)", name))]
-
-    def _complete(self) -> list[int]:
-        """Steps that every rank has renamed into place, newest first; contents are verified on load only."""
-        steps = sorted(self._steps(), reverse=True)
-        return [s for s in steps if all(self._shard(s, rank).is_dir() for rank in range(self.world_size))]
-
-    def _prune(self) -> None:
-        complete = self._complete()
-        if len(complete) < self.keep:
-            return
-        for step in self._steps():
-            if step < complete[self.keep - 1]:
-                shard = self._shard(step)
-                shutil.rmtree(shard, ignore_errors=True)
-                shutil.rmtree(shard.with_name(f".{shard.name}.partial"), ignore_errors=True)
-                with suppress(OSError):  # other ranks' shards are still there, or they removed the folder first
-                    shard.parent.rmdir()
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- the providers of every training loop -----------------------------------------------------------------------------
@@ -368,3 +245,26 @@ class DataPosition:
 
     def load_state_dict(self, state: State) -> None:
         self.consumed = int(state["consumed"])
+
+
+@dataclass(frozen=True)
+class ResidualState:
+    """What the codecs of one rank still owe: each residual a tensor called `kind/offset/numel/parameter`."""
+
+    feedback: ErrorFeedback
+    name: str = "residuals"
+
+    def state_dict(self) -> State:
+        return {
+            f"{kind}/{offset}/{numel}/{parameter}": values
+            for kind, pieces in self.feedback.state_dict().items()
+            for parameter, entries in pieces.items()
+            for offset, numel, values in entries
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        kinds: dict[str, dict[str, list[tuple[int, int, Tensor]]]] = {}
+        for key, values in state.items():
+            kind, offset, numel, parameter = key.split("/", 3)
+            kinds.setdefault(kind, {}).setdefault(parameter, []).append((int(offset), int(numel), values))
+        self.feedback.load_state_dict(kinds)

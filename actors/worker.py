@@ -1,7 +1,8 @@
 """`GpuWorker`: one rank, with its device and its transport, that runs one function after another for its group.
 
-A plain class; `actors.group` wraps it with `ray.remote`. It lives for one epoch of one run. The function runs on a
-thread of its own, so that its reports stream to the driver and `abort` reaches a worker that waits in a collective.
+A plain class; `actors.group` wraps it with `ray.remote`. The function runs on a thread of its own, so that its reports
+stream to the driver and `abort` reaches a worker that waits in a collective. A worker lives for one epoch of one run,
+or, where its group recovers, leaves one process group and joins that of the next epoch.
 """
 
 from __future__ import annotations
@@ -46,6 +47,13 @@ class Outcome:
     error: BaseException | None = None
 
 
+@dataclass(frozen=True)
+class Aborted:
+    """Left in the inbox of a function that is to end because its group failed."""
+
+    epoch: int
+
+
 @dataclass
 class WorkerContext:
     """What a function finds on its rank. The torch process group of the same ranks is the default group."""
@@ -61,6 +69,8 @@ class WorkerContext:
     """Address of this worker's node."""
     device: torch.device
     transport: Transport
+    inbox: queue.SimpleQueue[object]
+    """What the driver sends to this rank while the function runs, in order."""
     _events: queue.SimpleQueue[Report | Outcome] = field(repr=False)
     _num_reports: int = 0
 
@@ -74,7 +84,10 @@ RankFunction = Callable[[WorkerContext], Any]
 
 
 class GpuWorker:
-    """One rank. Call order: `sit`, on one worker `open_store`, on all `join`, then `run` any number of times."""
+    """One rank. Call order: `sit`, on one worker `open_store`, on all `join`, then `run` any number of times.
+
+    To join again: `leave`, then as before.
+    """
 
     def __init__(self, run_id: str, epoch: int, bundle: int):
         self.run_id, self.epoch, self.bundle = run_id, epoch, bundle
@@ -85,6 +98,7 @@ class GpuWorker:
         self.store: Store | None = None
         self.place: Place | None = None
         self.transport: Transport | None = None
+        self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     @ray.method(concurrency_group="control")
     def sit(self) -> tuple[Seat, int]:
@@ -116,6 +130,15 @@ class GpuWorker:
         self.transport = TorchTransport(timeout_s=collective_timeout_s)
         self.place = place
 
+    @ray.method
+    def leave(self, epoch: int) -> None:
+        """Forget the process group, after every function has ended; the next `join` belongs to `epoch`."""
+        self.transport = self.place = self.store = None
+        self.inbox = queue.SimpleQueue()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.epoch = epoch
+
     @ray.method(num_returns="streaming")
     def run(self, function: RankFunction) -> Iterator[Report | Outcome]:
         """Run `function(context)`; yields its reports as they come and its `Outcome` last, or raises its exception."""
@@ -133,11 +156,30 @@ class GpuWorker:
     @ray.method(concurrency_group="control")
     def abort(self) -> None:
         """Make the collectives that the running function waits in, and all later ones, raise."""
+        self.inbox.put(Aborted(self.epoch))
         if self.transport is not None:
             self.transport.abort()
             for group in list(dist.distributed_c10d._world.pg_map):
                 if group is not dist.group.WORLD:  # made by the function, such as a hook's own group
                     close_connections(group)
+
+    @ray.method
+    def warm(self, function: object) -> None:
+        """Load what training needs beyond torch itself: receiving `function` imports its modules, and the first backward
+        pass and optimizer import parts of torch that take longer than a recovery."""
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.Adam([weight])
+        (weight * weight).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    @ray.method(concurrency_group="control")
+    def beat(self) -> None:
+        """Answers as long as this process can run Python."""
+
+    @ray.method(concurrency_group="control")
+    def notify(self, message: object) -> None:
+        """Put a message into the running function's inbox."""
+        self.inbox.put(message)
 
     def _context(self, events: queue.SimpleQueue[Report | Outcome]) -> WorkerContext:
         place, transport = self.place, self.transport
@@ -154,6 +196,7 @@ class GpuWorker:
             node=place.seat.address,
             device=torch.device("cuda", 0) if self.gpu_ids else torch.device("cpu"),
             transport=transport,
+            inbox=self.inbox,
             _events=events,
         )
 

@@ -92,7 +92,7 @@ def wait_for_nodes(num_nodes: int, *, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _joined(address: str) -> Iterator[Cluster]:
-    _reread_auth()
+    reread_auth()
     context = ray.init(address=address)
     try:
         yield Cluster(address, context.dashboard_url or "", {"RAY_ADDRESS": address})
@@ -113,8 +113,8 @@ def _started(num_cpus: int | None, dashboard: bool) -> Iterator[Cluster]:
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
     }
-    with _environment(settings):
-        _reread_auth()
+    with environment(settings):
+        reread_auth()
         try:
             context = ray.init(
                 address="local",
@@ -131,12 +131,12 @@ def _started(num_cpus: int | None, dashboard: bool) -> Iterator[Cluster]:
         finally:
             started = _descendants(str(folder))
             ray.shutdown()
-            _end(started)
+            end_processes(started)
             shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables, and put back what was there."""
     before = {name: os.environ[name] for name in settings if name in os.environ}
     os.environ.update(settings)
@@ -148,7 +148,7 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _reread_auth() -> None:
+def reread_auth() -> None:
     """Ray reads its mode at import and the token at first use; let it see what the environment says now."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
@@ -164,7 +164,7 @@ def _descendants(marker: str) -> list[psutil.Process]:
     return found
 
 
-def _end(processes: Sequence[psutil.Process]) -> None:
+def end_processes(processes: Sequence[psutil.Process]) -> None:
     """Wait for processes that were told to leave, then terminate and at last kill them."""
     _, alive = psutil.wait_procs(processes, timeout=LEAVE_S)
     for ask in (psutil.Process.terminate, psutil.Process.kill):

@@ -1,0 +1,193 @@
+"""`CheckpointStore`: the holder of checkpoint copies on one host, a process of its own that needs no torch.
+
+It outlives the workers of its host. Copies lie in its own heap: an object reference would die with the worker that owns
+the object. Two slots a shard: while a step arrives in one, the last committed one stays in the other. Every request
+carries an epoch; once a later one has begun, earlier ones are refused. The same bytes, at commit, go to disk.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from actors.errors import CheckpointError, MemoryExhausted, StaleEpoch
+from actors.folder import ShardFolder, Stamp
+from actors.frames import HEADER_BYTES, Bytes, Frame, parts, read
+from placement.recovery import Held
+
+SLOTS = 2
+
+
+@dataclass
+class Slot:
+    """One copy: a buffer that is at least as long as its frame."""
+
+    buffer: Bytes
+    frame: Frame
+
+    @property
+    def content(self) -> Bytes:
+        """The frame's bytes, header included."""
+        return self.buffer[: HEADER_BYTES + self.frame.payload_bytes]
+
+
+class Slots:
+    """The copies of one holder: bytes and rules, no Ray. Safe for use by several threads."""
+
+    def __init__(self, run_id: str, host: str, limit_bytes: int):
+        self.run_id, self.host, self.limit_bytes = run_id, host, limit_bytes
+        self.epoch = 0
+        self._kept: dict[int, list[Slot]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of all slots."""
+        return sum(slot.buffer.nbytes for slots in self._kept.values() for slot in slots)
+
+    def put(self, data: Bytes) -> str:
+        """Verify and keep one frame; returns its sha256, which is the acknowledgement.
+
+        Raises WireFormatError for damaged bytes, StaleEpoch after a fence, MemoryExhausted at the limit; what was kept
+        before is untouched then.
+        """
+        frame = read(data, self.run_id, self.limit_bytes)
+        with self._lock:
+            self._check_epoch(frame.epoch)
+            slots = self._kept.setdefault(frame.rank, [])
+            for slot in slots:
+                if slot.frame.key == frame.key and slot.frame.sha256 == frame.sha256:
+                    slot.frame = frame  # brought back to m copies after a recovery: the bytes are here already
+                    return frame.sha256
+            slot_ = self._free(slots, frame, data.nbytes)
+            slot_.buffer[: data.nbytes] = data
+            slot_.frame = frame
+            return frame.sha256
+
+    def _free(self, slots: list[Slot], frame: Frame, num_bytes: int) -> Slot:
+        """The slot for a new frame: of the same set, else a new one, else the one that nobody needs any more."""
+        found = next((slot for slot in slots if slot.frame.key == frame.key), None)
+        if found is None and len(slots) == SLOTS:
+            found = min(
+                (s for s in slots if s.frame.key != frame.base), key=lambda s: s.frame.epoch * 2**40 + s.frame.step
+            )
+        grown = num_bytes - (found.buffer.nbytes if found else 0)
+        if grown > 0:
+            if self.used_bytes + grown > self.limit_bytes:
+                raise MemoryExhausted(
+                    host=self.host, need_bytes=grown, used_bytes=self.used_bytes, limit_bytes=self.limit_bytes
+                )
+            if found is not None:
+                slots.remove(found)
+            found = Slot(np.empty(num_bytes, np.uint8), frame)
+            slots.append(found)
+        assert found is not None
+        return found
+
+    def fence(self, epoch: int) -> list[Held]:
+        """Refuse everything before `epoch` from now on; returns what is kept."""
+        with self._lock:
+            self._check_epoch(epoch)
+            self.epoch = epoch
+            return [slot.frame.held() for slots in self._kept.values() for slot in slots]
+
+    def discard(self, epoch: int, above: int) -> None:
+        """Forget every step above `above`: the group goes back there."""
+        with self._lock:
+            self._check_epoch(epoch)
+            for rank, slots in list(self._kept.items()):
+                self._kept[rank] = [slot for slot in slots if slot.frame.step <= above]
+
+    def retain(self, epoch: int, ranks: frozenset[int], num_shards: int) -> None:
+        """Forget shards of other ranks and of other numbers of shards: their copies now lie elsewhere."""
+        with self._lock:
+            self._check_epoch(epoch)
+            for rank in set(self._kept) - ranks:
+                del self._kept[rank]
+            for rank, slots in list(self._kept.items()):
+                self._kept[rank] = [slot for slot in slots if slot.frame.num_shards == num_shards]
+
+    def get(self, rank: int, key: tuple[int, int]) -> Bytes:
+        """A copy of the frame of shard `rank` of the set `key`."""
+        with self._lock:
+            for slot in self._kept.get(rank, []):
+                if slot.frame.key == key:
+                    return slot.content.copy()
+        raise CheckpointError(f"host {self.host} does not keep shard {rank} of step {key[0]} ({key[1]} shards)")
+
+    def clear(self, epoch: int) -> None:
+        """Forget everything: another run begins with `epoch`."""
+        with self._lock:
+            self._check_epoch(epoch)
+            self.epoch = epoch
+            self._kept.clear()
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch < self.epoch:
+            raise StaleEpoch(epoch=epoch, fenced=self.epoch)
+
+
+class CheckpointStore:
+    """The holder actor of one host; `actors.recovery` wraps it with `ray.remote` and pins it to the host."""
+
+    def __init__(self, run_id: str, host: str, limit_bytes: int):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        self.slots = Slots(run_id, host, limit_bytes)
+
+    @ray.method(concurrency_group="control")
+    def sit(self) -> int:
+        """Process id."""
+        return os.getpid()
+
+    @ray.method
+    def put(self, data: Bytes) -> str:
+        """See `Slots.put`."""
+        return self.slots.put(data)
+
+    @ray.method(concurrency_group="control")
+    def fence(self, epoch: int) -> list[Held]:
+        """See `Slots.fence`."""
+        return self.slots.fence(epoch)
+
+    @ray.method(concurrency_group="control")
+    def discard(self, epoch: int, above: int) -> None:
+        """See `Slots.discard`."""
+        self.slots.discard(epoch, above)
+
+    @ray.method(concurrency_group="control")
+    def retain(self, epoch: int, ranks: frozenset[int], num_shards: int) -> None:
+        """See `Slots.retain`."""
+        self.slots.retain(epoch, ranks, num_shards)
+
+    @ray.method(concurrency_group="control")
+    def clear(self, epoch: int) -> None:
+        """See `Slots.clear`."""
+        self.slots.clear(epoch)
+
+    @ray.method
+    def get(self, rank: int, key: tuple[int, int]) -> Bytes:
+        """See `Slots.get`."""
+        return self.slots.get(rank, key)
+
+    @ray.method(concurrency_group="disk")
+    def write(self, folder: str, rank: int, key: tuple[int, int], keep: int, identity: Mapping[str, str]) -> int:
+        """Write a committed shard to storage; returns the bytes written. `identity`: run_id and config_sha256."""
+        data = self.slots.get(rank, key)
+        frame = read(data, self.slots.run_id, data.nbytes)
+        values, tensors = parts(data, frame)
+        stamp = Stamp(identity["run_id"], frame.step, frame.epoch, rank, frame.num_shards, identity["config_sha256"])
+        return ShardFolder(Path(folder), rank, frame.num_shards, keep).write(stamp, tensors, values)
+
+    @ray.method(concurrency_group="control")
+    def end_process(self, pid: int) -> None:
+        """End a worker process of this host that hangs: Ray's own kill waits for the process to answer."""
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

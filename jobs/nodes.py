@@ -1,0 +1,88 @@
+"""Several Ray nodes on this host that can be added and removed while a job runs: for failure tests.
+
+Placement and failures are real; the network is the loopback device. With a token, a short temporary folder, and nothing
+left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster as RayCluster
+
+from jobs.cluster import OBJECT_STORE_BYTES, end_processes, environment, reread_auth, wait_for_nodes
+
+START_S = 120.0
+
+
+@dataclass
+class Nodes:
+    """A running cluster of this host; the first node holds the head and the driver, and is never removed."""
+
+    cluster: Any
+    cpus_per_node: int
+    by_id: dict[str, Any] = field(default_factory=dict)
+    """Ray node id -> node, of the nodes that may be removed."""
+
+    def add(self) -> str:
+        """Start one more node; returns its id."""
+        node = self.cluster.add_node(
+            num_cpus=self.cpus_per_node,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+        )
+        self.by_id[node.node_id] = node
+        return str(node.node_id)
+
+    def remove(self, node_id: str) -> None:
+        """End a node as a power cut would, without a farewell."""
+        self.cluster.remove_node(self.by_id.pop(node_id), allow_graceful=False)
+
+
+@contextlib.contextmanager
+def local_nodes(num_nodes: int, *, cpus_per_node: int = 1) -> Iterator[Nodes]:
+    """A head without CPUs and `num_nodes` nodes with `cpus_per_node` each, this process connected as driver."""
+    folder = Path(tempfile.mkdtemp(prefix="zr-", dir="/tmp"))
+    token = folder / "auth_token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    settings = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with environment(settings):
+        reread_auth()
+        cluster = RayCluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 0,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "include_dashboard": False,
+                "temp_dir": str(folder / "ray"),
+            },
+        )
+        try:
+            ray.init(address=cluster.address, log_to_driver=False)
+            nodes = Nodes(cluster, cpus_per_node)
+            for _ in range(num_nodes):
+                nodes.add()
+            wait_for_nodes(num_nodes + 1, timeout_s=START_S)
+            yield nodes
+        finally:
+            ray.shutdown()
+            cluster.shutdown()  # type: ignore[no-untyped-call]
+            end_processes([p for p in psutil.Process().children(recursive=True) if p.pid not in before])
+            shutil.rmtree(folder, ignore_errors=True)
