@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from collectives.codecs.codec import (
@@ -26,6 +25,7 @@ from collectives.codecs.codec import (
     Flag,
     Fp32Codec,
     Residual,
+    keep_lost,
     packet_bytes,
     pad16,
     write_header,
@@ -68,6 +68,8 @@ class BlockCodec(Fp32Codec):
     row_width: ClassVar[int]
     payload_dtype: ClassVar[np.dtype[Any]]
     scale_dtype: ClassVar[np.dtype[Any] | None] = None
+    fused_feedback: ClassVar[bool] = False
+    """`_feedback_rows` is one kernel, so that it needs no tiles."""
 
     @abstractmethod
     def _encode_rows(
@@ -98,7 +100,7 @@ class BlockCodec(Fp32Codec):
         np.add(x, old, out=total)
         flags = self._encode_rows(total, scales, payload, first, seed)
         self._decode_rows(scales, payload, decoded, False, np.float32(1))
-        _keep_lost(total.reshape(-1), decoded.reshape(-1), old.reshape(-1), new.reshape(-1))
+        keep_lost(total.reshape(-1), decoded.reshape(-1), old.reshape(-1), new.reshape(-1))
         return flags
 
     def _tail_width(self, rest: int) -> int:
@@ -132,7 +134,8 @@ class BlockCodec(Fp32Codec):
     def _encode_feedback(self, x: Array, old: Array, new: Array, buffer: Array, seed: int) -> tuple[int, int]:
         scales, payload = self._open(buffer, x.size)
         feedback, flags = _Feedback.of(old, new), 0
-        for start, stop in _tiles(x.size):
+        fused = self.fused_feedback and not self.reference
+        for start, stop in [(0, x.size)] if fused else _tiles(x.size):
             flags |= self._encode_tile(x[start:stop], feedback.part(start, stop), scales, payload, start, seed)
         return flags, self.wire_bytes(x.size)
 
@@ -270,10 +273,3 @@ class BlockCodec(Fp32Codec):
             self._decode_tile(scales, payload, out, start, True, weight)
         if scale != 1:
             out *= scale
-
-
-@njit(nogil=True, cache=True)
-def _keep_lost(total, decoded, old, new):  # type: ignore[no-untyped-def]
-    for i in range(total.shape[0]):
-        lost = total[i] - decoded[i]
-        new[i] = lost if np.abs(lost) < np.float32(np.inf) else old[i]

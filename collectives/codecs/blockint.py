@@ -37,6 +37,7 @@ class Int8Block(BlockCodec):
     row_width: ClassVar[int] = 256
     payload_dtype: ClassVar[np.dtype[Any]] = np.dtype(np.int8)
     scale_dtype: ClassVar[np.dtype[Any] | None] = np.dtype(np.float32)
+    fused_feedback: ClassVar[bool] = True
 
     def _encode_rows(
         self, x: Array, scales: Array, payload: Array, first: int, seed: tuple[np.uint32, np.uint32]
