@@ -20,6 +20,7 @@ import ray
 from ray.cluster_utils import Cluster as RayCluster
 
 from jobs.cluster import OBJECT_STORE_BYTES, end_processes, environment, reread_auth, wait_for_nodes
+from placement.inventory import FAKE_LABEL, FAKE_RESOURCE
 
 START_S = 120.0
 
@@ -35,10 +36,22 @@ class Nodes:
 
     def add(self) -> str:
         """Start one more node; returns its id."""
+        return self._add(num_cpus=self.cpus_per_node)
+
+    def add_fake_gpus(self, num_gpus: int, memory_mib: int) -> str:
+        """Start a node with pretended cards of `memory_mib` each, a CPU for each and one more; returns its id.
+
+        Workers enforce the memory, see `actors.monitor.FakeCard`.
+        """
+        return self._add(
+            num_cpus=num_gpus + 1, resources={FAKE_RESOURCE: num_gpus}, labels={FAKE_LABEL: str(memory_mib)}
+        )
+
+    def _add(self, **options: Any) -> str:
         node = self.cluster.add_node(
-            num_cpus=self.cpus_per_node,
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
+            **options,
         )
         self.by_id[node.node_id] = node
         return str(node.node_id)

@@ -11,17 +11,28 @@ import ipaddress
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
+from placement.catalogue import CATALOGUE, GIB, MIB, GpuType
 from placement.errors import PlacementError
+from placement.jobs import NodeSpec
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 NODE_ID_LABEL = "ray.io/node-id"
+GPU_LABEL = "zenray.io/gpu"
+"""Type of the node's cards, by a name of the catalogue or any other."""
+MEMORY_LABEL = "zenray.io/gpu-mem-gib"
+"""Memory of each card, a whole number of GiB."""
+FAKE_LABEL = "zenray.io/fake-gpu-mib"
+"""Memory of each pretended card in MiB; the node declares them as FAKE_RESOURCE and a guard in the worker enforces it."""
+FAKE_RESOURCE = "zenray_fake_gpu"
+MEMORY_TOLERANCE = 0.08
+"""Labels and data sheets may differ from what NVML counts by this share: NVML leaves out what the driver keeps."""
 _RESOLUTION = 1e-4
 """Ray counts resources in ten-thousandths."""
 
@@ -252,3 +263,127 @@ def _address_key(address: str) -> tuple[int, int, str]:
     except ValueError:
         return (9, 0, address)
     return (parsed.version, int(parsed), "")
+
+
+# --- cards ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CardReport:
+    """What NVML says of one card; bytes."""
+
+    node_id: str
+    index: int
+    name: str
+    total_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True)
+class GpuNode:
+    """A node with equal cards, as the scheduler sees it. `resource` is Ray's name for one card.
+
+    disagreements: where labels, Ray and NVML contradict each other; NVML is believed.
+    """
+
+    spec: NodeSpec
+    gpu: GpuType
+    resource: str
+    disagreements: tuple[str, ...] = ()
+
+
+def gpu_nodes(inventory: Inventory, reports: Sequence[CardReport] = ()) -> tuple[GpuNode, ...]:
+    """The nodes with cards of a known type and memory: from NVML where it reported, else from the labels.
+
+    Cards without a label and without a report are left out: their memory is unknown.
+    """
+    by_node: dict[str, list[CardReport]] = {}
+    for report in reports:
+        by_node.setdefault(report.node_id, []).append(report)
+    found = (_gpu_node(node, by_node.get(node.node_id, [])) for node in inventory.nodes)
+    return tuple(node for node in found if node is not None)
+
+
+def card_type(name: str, total_bytes: int) -> GpuType:
+    """The card of the catalogue with this name, or a part of it, and about this memory; else one made of both.
+
+    Tells an A100 of 40 GiB from one of 80, which share their name.
+    """
+    words = re.sub(r"[^a-z0-9]", "", name.lower())
+    close = [
+        gpu
+        for gpu in CATALOGUE.values()
+        if gpu.name.split("-")[0].lower() in words
+        and abs(total_bytes - gpu.memory_bytes) <= MEMORY_TOLERANCE * gpu.memory_bytes
+    ]
+    if close:
+        longest = max(close, key=lambda gpu: len(gpu.name.split("-")[0]))
+        return replace(longest, memory_bytes=total_bytes)
+    plain = CATALOGUE["A10"]
+    return replace(plain, name=f"{name}-{round(total_bytes / GIB)}", memory_bytes=total_bytes)
+
+
+def fake_card(memory_mib: int, gpus_per_node: int) -> GpuType:
+    """A pretended card: a share of this host's memory and one thread of its processor, nothing outside torch."""
+    return GpuType(
+        name=f"fake-{memory_mib}",
+        memory_bytes=memory_mib * MIB,
+        memory_rate=1e10,
+        flops=3e10,
+        link_rate=1e9,
+        network_rate=1e9,
+        gpus_per_node=gpus_per_node,
+        price=memory_mib / 1024,
+        context_bytes=0,
+        nccl_bytes=0,
+        blas_workspace_bytes=0,
+        layer_library_workspace_bytes=0,
+    )
+
+
+def _gpu_node(node: Node, reports: Sequence[CardReport]) -> GpuNode | None:
+    fakes = int(node.total.get(FAKE_RESOURCE, 0))
+    if fakes and FAKE_LABEL in node.labels:
+        gpu = fake_card(_number(node, FAKE_LABEL), fakes)
+        return GpuNode(NodeSpec(node.node_id, gpu.name, fakes, gpu.memory_bytes), gpu, FAKE_RESOURCE)
+    count = int(node.total.get("GPU", 0))
+    label, labelled = node.labels.get(GPU_LABEL), node.labels.get(MEMORY_LABEL)
+    if reports:
+        least = min(reports, key=lambda report: report.total_bytes)
+        gpu = card_type(least.name, least.total_bytes)
+    elif count and label and (label in CATALOGUE or labelled):
+        memory = _number(node, MEMORY_LABEL) * GIB if labelled else CATALOGUE[label].memory_bytes
+        known = CATALOGUE.get(label)
+        gpu = card_type(label, memory) if known is None or labelled else known
+    else:
+        return None
+    gpu = replace(gpu, gpus_per_node=count or len(reports))
+    flags = _disagreements(node, gpu, count, reports)
+    if not count:
+        return None
+    return GpuNode(NodeSpec(node.node_id, gpu.name, count, gpu.memory_bytes), gpu, "GPU", flags)
+
+
+def _disagreements(node: Node, gpu: GpuType, count: int, reports: Sequence[CardReport]) -> tuple[str, ...]:
+    if not reports:
+        return ()
+    label, labelled = node.labels.get(GPU_LABEL), node.labels.get(MEMORY_LABEL)
+    flags = []
+    if count != len(reports):
+        flags.append(f"Ray counts {count} GPUs on {node.address}, NVML {len(reports)}")
+    if len({(report.name, report.total_bytes) for report in reports}) > 1:
+        flags.append(f"cards of {node.address} differ: {', '.join(sorted({report.name for report in reports}))}")
+    if label and label.split("-")[0] != gpu.name.split("-")[0]:
+        flags.append(f"{node.address} is labelled {label}, NVML says {reports[0].name}")
+    if labelled:
+        claimed = _number(node, MEMORY_LABEL) * GIB
+        if abs(claimed - gpu.memory_bytes) > MEMORY_TOLERANCE * claimed:
+            flags.append(f"{node.address} is labelled {labelled} GiB a card, NVML counts {gpu.memory_bytes / GIB:.1f}")
+    return tuple(flags)
+
+
+def _number(node: Node, label: str) -> int:
+    text = node.labels[label]
+    if not text.isdigit() or int(text) < 1:
+        raise PlacementError(f"node {node.address}: label {label}={text} is not a whole number above 0")
+    return int(text)

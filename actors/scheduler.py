@@ -1,0 +1,551 @@
+"""`JobScheduler`: the queue of jobs that name no GPU. Predicts, plans, places, runs, re-plans; survives its own death.
+
+A plain class; wrap it with `ray.remote`, one a cluster and folder. All that it decides comes from pure functions of
+`placement`; all that it knows is in the folder (see `actors.job_store`), so after a kill it goes on with every job from
+its last checkpoint. Jobs wait here and not in Ray: only groups that fit now are asked for, each bundle pinned to its
+node. What this file does not do: know what a job trains (see `actors.job_run.JobProgram`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.job_run import MEMORY_ENDINGS, Assignment, Ending, JobNeeds, JobProgram, JobRun
+from actors.job_store import JobStore
+from actors.metrics import Metrics
+from actors.worker import Report, hide_gpus
+from placement.correction import Observation, moved
+from placement.data_plans import ModuleProfile, correction_key, data_plans, front, plan_key, predicted
+from placement.errors import PlacementError
+from placement.groups import read_cluster, reap
+from placement.inventory import FAKE_RESOURCE, CardReport, GpuNode, gpu_nodes
+from placement.jobs import JobClass, JobSpec, Start
+from placement.live import LiveScheduler
+from placement.plans import Knowledge, PlanList
+from placement.queue import ON_CARDS, OVER, JobEntry, JobState
+from placement.replan import MAX_REPLANS, attempt_of, plans_after
+
+log = logging.getLogger(__name__)
+
+MAX_LOSSES = 5
+"""Worker groups that a job may lose for other reasons than memory."""
+PROFILE_S = 300.0
+REFRESH_S = 1.0
+STALE_FACTOR = 0.01
+"""Relative change of a correction beyond which waiting jobs are planned anew."""
+MAX_LADDER = 32
+MAX_HISTORY = 40
+S = JobState
+
+
+class JobScheduler:
+    """See the module. folder: of the queue; checkpoints of jobs lie below it, so all nodes must share it."""
+
+    def __init__(self, folder: str, program: JobProgram, image: str = "", patience_s: float = 600.0):
+        """image: software of the workers, part of the key of what is learned. patience_s: a job that waited so long gets
+        the next cards reserved."""
+        hide_gpus()
+        self.folder, self.program, self.image, self.patience_s = Path(folder), program, image, patience_s
+        self._lock = threading.RLock()
+        self._wake = threading.Event()
+        self._store = JobStore(self.folder)
+        self._queue_id = self.folder.name
+        self._core: LiveScheduler | None = None
+        self._nodes: dict[str, GpuNode] = {}
+        self._cards: dict[str, list[CardReport]] = {}
+        self._class_of: dict[str, str] = {}
+        self._plan_lists: dict[str, PlanList] = {}
+        self._runs: dict[str, JobRun] = {}
+        self._profiling: dict[Any, str] = {}
+        self._needs: dict[str, JobNeeds] = {}
+        self._version = 0
+        self._refreshed_s = 0.0
+        self._closed = False
+        self._metrics = Metrics(run=self._queue_id)
+        for entry in list(self._store.entries.values()):
+            if entry.state in ON_CARDS:
+                self._change(entry.job_id, "the scheduler was restarted", state=S.QUEUED)
+        reap(lambda run_id, epoch: run_id.startswith(f"{self._queue_id}."))
+        threading.Thread(target=self._loop, daemon=True, name="queue").start()
+
+    # --- what users call ----------------------------------------------------------------------------------------------
+
+    @ray.method
+    def submit(self, request: Mapping[str, Any]) -> str:
+        """Queue a job and return its id; never waits for a prediction. Raises ConfigError for a wrong request."""
+        self.program.check(request)
+        with self._lock:
+            entry = JobEntry(job_id=str(request["name"]), request=request, submit_s=time.time())
+            self._store.submit(entry)
+        self._wake.set()
+        return entry.job_id
+
+    @ray.method
+    def cancel(self, job_id: str) -> str:
+        """End a job, wherever it is; returns its state. Jobs that are over stay as they are."""
+        with self._lock:
+            entry = self._entry(job_id)
+            if entry.state in OVER:
+                return entry.state
+            run = self._runs.get(job_id)
+            self._change(job_id, "cancelled by its user", state=S.CANCELLED, end_s=time.time())
+            if run is not None and not run.evicted:
+                run.cancelled = True
+                run.stop()
+            elif self._core is not None and job_id in self._class_of:
+                self._launch_all(self._core.finish(job_id, time.time()))
+                del self._class_of[job_id]
+        return S.CANCELLED
+
+    @ray.method
+    def status(self, job_id: str) -> dict[str, Any]:
+        """Everything known of one job, with its progress and explanation."""
+        with self._lock:
+            entry, run = self._entry(job_id), self._runs.get(job_id)
+            live = {} if run is None else {"step": run.step, "loss": run.loss, "peak_bytes": run.peak_bytes}
+            return {**entry.to_json(), "live": live, "explanation": self.explain(job_id)}
+
+    @ray.method
+    def jobs(self) -> list[dict[str, Any]]:
+        """One row a job, in order of submission."""
+        with self._lock:
+            rows = []
+            for entry in self._store.entries.values():
+                run = self._runs.get(entry.job_id)
+                step = entry.done_steps if run is None else max(entry.done_steps, run.step)
+                rows.append({**entry.to_json(), "step": step, "loss": run.loss if run else None})
+            return rows
+
+    @ray.method
+    def explain(self, job_id: str) -> str:
+        """Why a job is where it is: which resource it waits for, where, how much is missing, and what would help."""
+        with self._lock:
+            entry = self._entry(job_id)
+            if entry.state is not S.QUEUED or self._core is None or job_id not in self._class_of:
+                return f"{entry.state}: {entry.reason}" if entry.reason else str(entry.state)
+            why = self._core.explain(job_id)
+            nearest, start_s = why.nearest, self._core.earliest_start_s(job_id)
+            if nearest is None:
+                return "QUEUED: the cluster as it is now can run none of its plans"
+            where = f", most of them on node {nearest.node[:8]}" if nearest.node else ""
+            when = "" if start_s is None else f"; not before {max(0.0, start_s - time.time()):.0f} s from now"
+            option = nearest.option
+            return (
+                f"QUEUED: {nearest.short_gpus} of {option.num_gpus} {option.gpu_type} are not free "
+                f"({nearest.resource}{where}){when}. {entry.reason}".rstrip()
+            )
+
+    @ray.method
+    def inventory(self) -> list[dict[str, Any]]:
+        """The nodes with cards, and where labels, Ray and NVML disagree."""
+        with self._lock:
+            return [{**asdict(node.spec), "disagreements": list(node.disagreements)} for node in self._nodes.values()]
+
+    @ray.method
+    def close(self) -> None:
+        """End all runs and close the folder; the jobs stay in it for the next scheduler."""
+        with self._lock:
+            self._closed = True
+            runs = list(self._runs.values())
+            for run in runs:
+                run.evicted = True
+                run.stop()
+        for run in runs:
+            if run.thread is not None:
+                run.thread.join(10.0)
+        self._store.close()
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while not self._closed:
+            self._wake.wait(0.25)
+            self._wake.clear()
+            try:
+                self._turn()
+            except Exception:  # the queue must outlive any single mishap; the next turn tries again
+                log.exception("a turn of the queue failed")
+
+    def _turn(self) -> None:
+        if time.monotonic() - self._refreshed_s > REFRESH_S:
+            self._refresh_nodes()
+            self._refreshed_s = time.monotonic()
+        self._collect_profiles()
+        with self._lock:
+            if self._closed:
+                return
+            for entry in list(self._store.entries.values()):
+                self._advance(entry)
+            if self._core is not None:
+                slots = self._core.tick(time.time())
+                self._launch_all([self._core.start_of(int(slot)) for slot in slots])
+
+    def _advance(self, entry: JobEntry) -> None:
+        """Take a job that waits for a prediction or a plan one state further."""
+        if entry.state in OVER:
+            return
+        deadline_s = self._needs_of(entry).deadline_s
+        if deadline_s is not None and time.time() > entry.submit_s + deadline_s:
+            self._expire(entry)
+        elif entry.state is S.SUBMITTED:
+            key = self.program.class_key(entry.request)
+            if key in self._store.profiles:
+                self._change(entry.job_id, "", state=S.PREDICTED)
+            elif key not in self._profiling.values():
+                task = ray.remote(num_cpus=0, max_retries=1)(_profile).remote(self.program, dict(entry.request))
+                self._profiling[task] = key
+        elif entry.state in (S.PREDICTED, S.QUEUED) and self._core is not None and entry.job_id not in self._class_of:
+            self._plan(entry)
+
+    def _expire(self, entry: JobEntry) -> None:
+        run = self._runs.get(entry.job_id)
+        if run is not None:
+            run.stop()
+        else:
+            self._fail(entry.job_id, "its deadline passed before it could end")
+
+    def _collect_profiles(self) -> None:
+        if not self._profiling:
+            return
+        done, _ = ray.wait(list(self._profiling), num_returns=len(self._profiling), timeout=0)
+        for task in done:
+            key = self._profiling.pop(task)
+            try:
+                profile: ModuleProfile = ray.get(task, timeout=10.0)
+                with self._lock:
+                    self._store.keep_profile(key, profile.to_json())
+            except Exception as error:  # the trace of one model fails; others go on
+                with self._lock:
+                    for entry in list(self._store.entries.values()):
+                        if entry.state is S.SUBMITTED and self.program.class_key(entry.request) == key:
+                            self._fail(entry.job_id, f"its memory could not be predicted: {error}")
+
+    # --- plans --------------------------------------------------------------------------------------------------------
+
+    def _plan(self, entry: JobEntry) -> None:
+        """Give a job its class of plans and queue it, or say what is missing."""
+        core, job_id = self._core, entry.job_id
+        assert core is not None
+        listed = self._plans_of(entry)
+        ladder = plans_after(listed.plans, entry.attempts, self._capacities())[:MAX_LADDER]
+        plans = ladder if entry.attempts else front(listed.plans)
+        if not plans:
+            if entry.attempts:
+                self._fail(
+                    job_id, f"no plan is left after {len(entry.attempts)} that ran out of memory; {listed.nearest}"
+                )
+            elif entry.state is not S.INFEASIBLE:
+                self._change(job_id, listed.nearest, state=S.INFEASIBLE)
+            return
+        name = f"{self.program.class_key(entry.request)}.{self._version}"
+        if entry.attempts:
+            name += f".{job_id}.{len(entry.attempts)}"
+        if not core.knows(name):
+            core.add_class(JobClass(name, tuple(plan.option() for plan in plans)))
+            self._plan_lists[name] = PlanList(plans, ())
+        self._class_of[job_id] = name
+        self._launch_all(core.submit(self._spec(entry, name), time.time()))
+        if not core.explain(job_id).nearest and core.explain(job_id).state == "INFEASIBLE":
+            core.finish(job_id, time.time())
+            del self._class_of[job_id]
+            if entry.state is not S.INFEASIBLE:
+                best = plans[0]
+                why = f"needs {best.num_gpus} x {best.gpu_type} at once, more than the cluster has"
+                self._change(job_id, why, state=S.INFEASIBLE)
+        elif self._entry(job_id).state in (S.PREDICTED, S.INFEASIBLE):
+            self._change(job_id, "", state=S.QUEUED)
+
+    def _plans_of(self, entry: JobEntry) -> PlanList:
+        """All plans of a job on the cards of the cluster, with what was learned."""
+        needs = self._needs_of(entry)
+        profile = ModuleProfile.from_json(self._store.profiles[self.program.class_key(entry.request)])
+        gpus = {node.gpu.name: node.gpu for node in self._nodes.values()}
+        if needs.gpu_types:
+            gpus = {name: gpu for name, gpu in gpus.items() if name in needs.gpu_types}
+        if not gpus:
+            wanted = ", ".join(needs.gpu_types) or "any"
+            return PlanList((), (), f"the cluster has no card of type {wanted}; label a node, or drop gpu_types")
+        knowledge = Knowledge(correction=self._store.correction, image=self.image)
+        return data_plans(
+            profile,
+            needs.global_batch,
+            list(gpus.values()),
+            max_gpus=needs.max_gpus,
+            recompute=needs.recompute,
+            knowledge=knowledge,
+        )
+
+    def _spec(self, entry: JobEntry, class_name: str) -> JobSpec:
+        needs = self._needs_of(entry)
+        steps = max(1, needs.steps - entry.done_steps)
+        return JobSpec(entry.job_id, class_name, float(steps), entry.submit_s, needs.boost_s)
+
+    def _capacities(self) -> dict[str, int]:
+        return {node.gpu.name: node.gpu.memory_bytes for node in self._nodes.values()}
+
+    # --- nodes --------------------------------------------------------------------------------------------------------
+
+    def _refresh_nodes(self) -> None:
+        """See which nodes came or went; a new kind of card makes all plans anew."""
+        inventory = read_cluster()
+        self._read_cards({node.node_id for node in inventory.nodes if node.total.get("GPU", 0) >= 1})
+        with self._lock:
+            now = {n.spec.name: n for n in gpu_nodes(inventory, [c for cards in self._cards.values() for c in cards])}
+            gone, came = set(self._nodes) - set(now), [n for name, n in now.items() if name not in self._nodes]
+            for name in gone:
+                self._lose(name)
+            self._nodes = now
+            if came and self._core is not None and all(self._same_kind(node) for node in came):
+                for node in came:
+                    self._launch_all(self._core.add_node(node.spec, time.time()))
+            elif came:
+                self._rebuild()
+            if came:
+                for entry in list(self._store.entries.values()):
+                    if entry.state is S.INFEASIBLE:
+                        self._plan(entry)
+
+    def _same_kind(self, node: GpuNode) -> bool:
+        assert self._core is not None
+        known = (node.spec.gpu_type, node.spec.memory_bytes) in self._core.ledger.pools
+        return known and node.spec.num_gpus <= self._core.ledger.cells.owner.shape[1]
+
+    def _read_cards(self, node_ids: set[str]) -> None:
+        """Ask NVML once on every node with GPUs."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from actors.monitor import read_cards
+
+        for node_id in node_ids - set(self._cards):
+            strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            task = ray.remote(num_cpus=0, scheduling_strategy=strategy)(read_cards).remote(node_id)
+            try:
+                self._cards[node_id] = ray.get(task, timeout=30.0)
+            except ray.exceptions.RayError as error:
+                log.warning("no card report from node %s: %s", node_id, error)
+                self._cards[node_id] = []
+
+    def _lose(self, name: str) -> None:
+        """A node is gone: its jobs lose all their cards and queue again."""
+        if self._core is None:
+            return
+        jobs, starts = self._core.node_lost(name, time.time())
+        for job_id in jobs:
+            run = self._runs.get(job_id)
+            if run is not None:
+                run.evicted = True
+                run.stop()
+            if self._entry(job_id).state in OVER:  # cancelled, its workers were still ending
+                self._leave_core(job_id)
+            else:
+                self._change(job_id, f"node {name[:8]} was lost", state=S.QUEUED)
+        self._launch_all(starts)
+
+    def _rebuild(self) -> None:
+        """New tables for the present nodes and corrections; running jobs keep their cards, waiting ones are planned anew."""
+        self._version += 1
+        self._class_of.clear()
+        self._plan_lists.clear()
+        if not self._nodes:
+            self._core = None
+            return
+        core = self._core = LiveScheduler([node.spec for node in self._nodes.values()], self.patience_s)
+        for job_id, run in self._runs.items():
+            if run.evicted or any(node not in self._nodes for node in run.nodes):
+                continue
+            entry, option = self._entry(job_id), run.plan.option()
+            name = f"{job_id}.{self._version}.running"
+            core.add_class(JobClass(name, (option,)))
+            self._class_of[job_id], self._plan_lists[name] = name, PlanList((run.plan,), ())
+            cards = {node: run.nodes.count(node) for node in dict.fromkeys(run.nodes)}
+            left_s = (run.needs.steps - max(run.step, entry.done_steps)) * option.step_time_s
+            core.restore(self._spec(entry, name), option, cards, time.time() + left_s)
+
+    # --- runs ---------------------------------------------------------------------------------------------------------
+
+    def _launch_all(self, starts: list[Start]) -> None:
+        for start in starts:
+            self._launch(start)
+
+    def _launch(self, start: Start) -> None:
+        """The core gave a job its cards: begin an attempt."""
+        job_id = start.job_id
+        entry = self._entry(job_id)
+        plan = next(p for p in self._plan_lists[self._class_of[job_id]].plans if p.option() == start.option)
+        nodes = tuple(share.node for share in start.shares for _ in share.gpus)
+        card = self._nodes[nodes[0]]
+        if entry.state in (S.PREDICTED, S.INFEASIBLE):
+            self._change(job_id, "", state=S.QUEUED)
+        self._change(
+            job_id,
+            f"plan {plan_key(plan)} on {', '.join(n[:8] for n in dict.fromkeys(nodes))}",
+            state=S.RESERVED,
+            plan=plan_key(plan),
+            nodes=nodes,
+            starts=entry.starts + 1,
+        )
+        assignment = Assignment(
+            data=plan.data,
+            micro_batch=plan.micro_batch,
+            recompute=plan.recompute,
+            upper_bytes=int(plan.memory.nvml_upper),
+            capacity_bytes=card.gpu.memory_bytes,
+            fake=card.resource == FAKE_RESOURCE,
+            folder=str(self.folder.resolve() / "checkpoints" / job_id),
+        )
+        run = JobRun(
+            job_id=job_id,
+            run_id=f"{self._queue_id}.{job_id}.{entry.starts + 1}",
+            plan=plan,
+            nodes=nodes,
+            resource=card.resource,
+            needs=self._needs_of(entry),
+            function=self.program.rank_function(entry.request, assignment),
+            on_started=self._started,
+            on_report=self._reported,
+            on_ended=self._ended,
+            before=self._runs.get(job_id),
+            delay_s=min(8.0, 0.5 * 2**entry.losses) if entry.losses else 0.0,
+        )
+        self._runs[job_id] = run
+        self._change(job_id, "", state=S.STARTING)
+        run.start()
+
+    def _started(self, run: JobRun) -> None:
+        with self._lock:
+            if not run.evicted and not run.cancelled:
+                entry = self._entry(run.job_id)
+                self._change(run.job_id, "", state=S.RUNNING, start_s=entry.start_s or time.time())
+
+    def _reported(self, run: JobRun, report: Report) -> None:
+        kind = report.metrics.get("kind")
+        if kind not in ("checkpoint", "alarm"):
+            return
+        with self._lock:
+            if self._entry(run.job_id).state in OVER:
+                return
+            if kind == "checkpoint":
+                self._store.change(run.job_id, done_steps=int(report.metrics["step"]))
+            else:
+                self._change(run.job_id, f"memory warning: {report.metrics['text']}")
+
+    def _ended(self, run: JobRun, ending: Ending, detail: str, result: Mapping[str, Any]) -> None:
+        """What follows from the end of an attempt."""
+        with self._lock:
+            if self._runs.get(run.job_id) is run:
+                del self._runs[run.job_id]
+            if self._closed or run.evicted or self._core is None:
+                return
+            job_id, now_s = run.job_id, time.time()
+            if run.cancelled:
+                self._leave_core(job_id)
+            elif ending is Ending.DONE:
+                self._learn(run, ending)
+                self._change(job_id, "", state=S.DONE, end_s=now_s, outcome=result, done_steps=int(result["step"]))
+                self._leave_core(job_id)
+            elif ending in MEMORY_ENDINGS:
+                self._learn(run, ending)
+                self._replan(run, ending, detail)
+            elif ending is Ending.ERROR or self._entry(job_id).losses >= MAX_LOSSES:
+                self._fail(job_id, f"{ending}: {detail}")
+            else:
+                losses = self._entry(job_id).losses + 1
+                self._change(job_id, f"{ending}: {detail}", state=S.QUEUED, losses=losses)
+                self._launch_all(self._core.failed(job_id, now_s))
+        self._wake.set()
+
+    def _replan(self, run: JobRun, ending: Ending, detail: str) -> None:
+        """Out of memory, or nearly: the plan is never tried again; the next one goes on from the last checkpoint."""
+        entry = self._entry(run.job_id)
+        attempts = (*entry.attempts, attempt_of(run.plan, run.peak_bytes or run.plan.memory.nvml))
+        self._change(run.job_id, f"{ending}: {detail}", state=S.RESIZING, attempts=attempts)
+        self._leave_core(run.job_id)
+        if len(attempts) > MAX_REPLANS:
+            self._fail(run.job_id, f"{len(attempts)} plans ran out of memory, the last by: {detail}")
+            return
+        self._change(run.job_id, "waits for another plan", state=S.QUEUED)
+
+    def _learn(self, run: JobRun, ending: Ending) -> None:
+        """Let the measured peak move the prediction of its kind."""
+        if not run.peak_bytes:
+            return
+        entry, card = self._entry(run.job_id), self._nodes.get(run.nodes[0])
+        if card is None or ending is Ending.HOST_FULL:
+            return
+        profile = ModuleProfile.from_json(self._store.profiles[self.program.class_key(entry.request)])
+        keeps = run.plan.data > 1 or run.plan.num_micro > 1
+        bare = predicted(
+            profile,
+            card.gpu,
+            run.plan.micro_batch,
+            run.plan.recompute,
+            keeps_gradients=keeps,
+            knowledge=Knowledge(image=self.image),
+        )
+        key, before = correction_key(profile.family, card.gpu.name, self.image), self._store.correction
+        self._store.learn(
+            Observation(
+                run_id=run.run_id,
+                key=key,
+                predicted_bytes=bare.nvml,
+                measured_bytes=run.peak_bytes,
+                out_of_memory=ending is Ending.CARD_FULL,
+            )
+        )
+        if moved(before, self._store.correction, key) > STALE_FACTOR:
+            self._rebuild_soon()
+
+    def _rebuild_soon(self) -> None:
+        """Waiting jobs get plans by the new correction when they are next looked at."""
+        core = self._core
+        if core is None:
+            return
+        self._version += 1
+        for entry in list(self._store.entries.values()):
+            waits = entry.state is S.QUEUED and entry.job_id in self._class_of and entry.job_id not in self._runs
+            if waits:
+                core.finish(entry.job_id, time.time())
+                del self._class_of[entry.job_id]
+
+    def _leave_core(self, job_id: str) -> None:
+        """Give back the cards of a job and start what may now fit."""
+        if self._core is not None and job_id in self._class_of:
+            starts = self._core.finish(job_id, time.time())
+            del self._class_of[job_id]
+            self._launch_all(starts)
+
+    def _fail(self, job_id: str, reason: str) -> None:
+        self._change(job_id, reason, state=S.FAILED, end_s=time.time())
+        self._leave_core(job_id)
+
+    # --- entries ------------------------------------------------------------------------------------------------------
+
+    def _entry(self, job_id: str) -> JobEntry:
+        if job_id not in self._store.entries:
+            raise PlacementError(f"no job {job_id} in this queue; `zenray status` without a name lists them")
+        return self._store.entries[job_id]
+
+    def _needs_of(self, entry: JobEntry) -> JobNeeds:
+        if entry.job_id not in self._needs:
+            self._needs[entry.job_id] = self.program.check(entry.request)
+        return self._needs[entry.job_id]
+
+    def _change(self, job_id: str, reason: str, **values: Any) -> None:
+        """Change an entry and write a line of its history."""
+        entry = self._entry(job_id)
+        state = values.get("state", entry.state)
+        line = f"{time.time() - entry.submit_s:8.2f} s {state}{': ' + reason if reason else ''}"
+        history = (*entry.history, line)[-MAX_HISTORY:]
+        self._store.change(job_id, reason=reason, history=history, **values)
+
+
+def _profile(program: JobProgram, request: Mapping[str, Any]) -> ModuleProfile:
+    return program.profile(request)

@@ -1,0 +1,137 @@
+"""`python -m jobs.serverless --config jobs/configs/serverless.yaml`: jobs that name no GPU, one queue, a cluster.
+
+Shows what happens while it happens, one line a change, and ends with a table: which plan each job got, on which card,
+how much memory was predicted and seen, and how long it waited.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.scheduler import JobScheduler
+from jobs.cluster import connect, wait_for_nodes
+from jobs.job import Run, run_job
+from jobs.nodes import START_S, local_nodes
+from jobs.serverless_config import ServerlessConfig
+from placement.catalogue import MIB
+from placement.queue import OVER, JobState
+from zenray.job_config import request_of
+from zenray.queue_client import SCHEDULER_NAME, SCHEDULER_NAMESPACE
+from zenray.queue_program import QueueProgram
+
+POLL_S = 0.5
+CALL_S = 60.0
+SETTLED = OVER | {JobState.INFEASIBLE}
+
+
+@contextmanager
+def cluster_of(config: ServerlessConfig, run: Run) -> Iterator[None]:
+    """The cluster to run on, connected."""
+    if not config.fake_nodes:
+        with connect() as cluster:
+            run.say(f"joined the cluster at {cluster.address}")
+            yield
+        return
+    run.say(f"{len(config.fake_nodes)} Ray nodes with pretended cards on this machine; starting them takes a while")
+    with local_nodes(0) as nodes:
+        for node in config.fake_nodes:
+            nodes.add_fake_gpus(node.gpus, node.memory_mib)
+        wait_for_nodes(len(config.fake_nodes) + 1, timeout_s=START_S)
+        yield
+
+
+@contextmanager
+def scheduler_of(folder: Path, patience_s: float) -> Iterator[Any]:
+    """The queue's actor. Ray restarts it when it dies, and it goes on from its folder; ends with this process."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    actor_class = ray.remote(
+        name=SCHEDULER_NAME,
+        namespace=SCHEDULER_NAMESPACE,
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=3,
+        scheduling_strategy=here,
+    )(JobScheduler)
+    actor = actor_class.remote(str(folder), QueueProgram(), f"torch-{version('torch')}", patience_s)
+    try:
+        yield actor
+    finally:
+        ray.get(actor.close.remote(), timeout=CALL_S)
+        ray.kill(actor)
+
+
+def serve(config: ServerlessConfig, run: Run) -> dict[str, Any]:
+    """The job: cluster, queue, progress, table."""
+    folder = Path(config.folder) if config.folder else run.out / "queue"
+    with cluster_of(config, run), scheduler_of(folder.resolve(), config.patience_s) as actor:
+        known = {row["job_id"] for row in ray.get(actor.jobs.remote(), timeout=CALL_S)}
+        for job in config.jobs:
+            if job.name not in known:
+                ray.get(actor.submit.remote(request_of(job)), timeout=CALL_S)
+        rows = follow(actor, config, run)
+        nodes = ray.get(actor.inventory.remote(), timeout=CALL_S)
+    show(rows, run)
+    return {"jobs": rows, "nodes": nodes, "states": count_states(rows)}
+
+
+def follow(actor: Any, config: ServerlessConfig, run: Run) -> list[dict[str, Any]]:
+    """Print every change until all jobs are settled, or the time is up; returns the last rows."""
+    seen: dict[str, int] = {}
+    deadline = time.monotonic() + config.timeout_s
+    while True:
+        rows: list[dict[str, Any]] = ray.get(actor.jobs.remote(), timeout=CALL_S)
+        for row in rows:
+            last, lines = seen.get(row["job_id"], 0), row["history"]
+            for line in lines[last:]:
+                run.say(f"{row['job_id']:>14} {line}")
+            seen[row["job_id"]] = len(lines)
+        settled = all(row["state"] in SETTLED for row in rows)
+        if (settled and not config.serve) or (time.monotonic() > deadline and not config.serve):
+            return rows
+        time.sleep(POLL_S)
+
+
+def count_states(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Jobs by state."""
+    states = [str(row["state"]) for row in rows]
+    return {state: states.count(state) for state in sorted(set(states))}
+
+
+def show(rows: list[dict[str, Any]], run: Run) -> None:
+    """The closing table."""
+    columns = ("job", "state", "plan", "starts", "re-planned", "waited s", "ran s", "peak MiB", "last loss", "why")
+    run.table("Jobs", columns, [_cells(row) for row in rows])
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[object, ...]:
+    outcome, start_s, end_s = row["outcome"], row["start_s"], row["end_s"]
+    return (
+        row["job_id"],
+        str(row["state"]),
+        row["plan"],
+        row["starts"],
+        len(row["attempts"]),
+        None if start_s is None else start_s - row["submit_s"],
+        None if start_s is None or end_s is None else end_s - start_s,
+        outcome["peak_bytes"] / MIB if outcome else None,
+        outcome.get("last_loss"),
+        row["reason"],
+    )
+
+
+def main() -> int:
+    """Entry point."""
+    return run_job("serverless", ServerlessConfig, serve)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

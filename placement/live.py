@@ -1,0 +1,78 @@
+"""The scheduler core for a cluster that lives: classes that come with their jobs, and jobs that run already.
+
+The core is built for tables known beforehand. Here a class may be added or given new plans while others run, and after
+a restart, or when a new kind of node appears, running jobs are put back on the nodes where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from placement.errors import PlacementError
+from placement.has import dequeue
+from placement.jobs import JobClass, JobSpec, NodeSpec, PlanOption
+from placement.ledger import Fit
+from placement.scheduler import PATIENCE_S, Scheduler, _tables
+
+
+class LiveScheduler(Scheduler):
+    """See `Scheduler`; times are seconds of any clock that goes on over restarts."""
+
+    def __init__(self, nodes: Sequence[NodeSpec], patience_s: float = PATIENCE_S):
+        super().__init__(nodes, (), patience_s)
+
+    def knows(self, class_name: str) -> bool:
+        """Whether the class has been added."""
+        return class_name in self._class_index
+
+    def add_class(self, job_class: JobClass) -> None:
+        """A new class at the end of the tables; queues and running jobs stay as they are."""
+        if self.knows(job_class.name):
+            raise PlacementError(f"job class '{job_class.name}' is known already; give the changed plans a new name")
+        before = self._queue
+        self.classes = (*self.classes, job_class)
+        self._class_index[job_class.name] = len(self.classes) - 1
+        self._plans, tables = _tables(self.ledger, self.classes)
+        nobody = np.full(1, -1, np.int32)
+        kept = {name: getattr(before, name) for name in ("after", "before", "class_of", "key", "submit_s", "num_steps")}
+        self._queue = tables._replace(
+            first=np.append(before.first, nobody),
+            last=np.append(before.last, nobody),
+            option=before.option,
+            finish_s=before.finish_s,
+            **kept,
+        )
+        self._resize_scratch()
+
+    def restore(self, spec: JobSpec, option: PlanOption, cards: Mapping[str, int], finish_s: float) -> None:
+        """A job that runs already: `cards` of each node by name. Raises PlacementError if the ledger cannot give them."""
+        slot = self._new_slot(spec)
+        c = self._class_index[spec.class_name]
+        self._insert(slot, c, spec)
+        dequeue(self._queue, slot)
+        nodes = np.array([self._node(name) for name in cards], np.int32)
+        pool = int(self.ledger.cells.pool[nodes[0]])
+        places = self._queue.option_pool[c]
+        k = next((i for i, plan in enumerate(self._plans[c]) if plan == option and places[i] == pool), -1)
+        if k < 0:
+            raise PlacementError(f"plan {option} is not in class {spec.class_name} for the cards of {list(cards)}")
+        fit = Fit(pool, nodes, np.array(list(cards.values()), np.int32))
+        self.ledger.take(slot, fit, option.memory_bytes)
+        self._queue.option[slot], self._queue.finish_s[slot] = k, finish_s
+
+    def earliest_start_s(self, job_id: str) -> float | None:
+        """No start of a waiting job is predicted before this time: its reservation, or the next predicted finish on
+        cards it could use. None if nothing runs there."""
+        slot = self._slot(job_id)
+        if self._hold.slot[0] == slot:
+            return float(self._hold.start_s[0])
+        usable = self._queue.pools[int(self._queue.class_of[slot])]
+        finishes = [
+            float(self._queue.finish_s[other])
+            for other in self._jobs.values()
+            if self._queue.option[other] >= 0
+            and usable[self._queue.option_pool[self._queue.class_of[other], self._queue.option[other]]]
+        ]
+        return min(finishes, default=None)

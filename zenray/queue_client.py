@@ -1,0 +1,56 @@
+"""How a command reaches the queue that runs on a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from collectives.errors import ZenrayError
+
+SCHEDULER_NAME = "zenray/scheduler"
+SCHEDULER_NAMESPACE = "zenray"
+CALL_S = 60.0
+
+
+class QueueMissing(ZenrayError):
+    """No queue runs on the cluster."""
+
+
+class QueueClient:
+    """The queue of the connected cluster. Raises QueueMissing if there is none."""
+
+    def __init__(self) -> None:
+        try:
+            self._actor = ray.get_actor(SCHEDULER_NAME, namespace=SCHEDULER_NAMESPACE)
+        except ValueError:
+            raise QueueMissing(
+                "no queue runs on this cluster; start one with `python -m jobs.serverless serve=true`, as a Ray job if it is "
+                "to outlive this terminal"
+            ) from None
+
+    def submit(self, request: dict[str, Any]) -> str:
+        """Queue a job; returns its id."""
+        return str(self._call("submit", request))
+
+    def status(self, job_id: str) -> dict[str, Any]:
+        """Everything known of a job."""
+        found: dict[str, Any] = self._call("status", job_id)
+        return found
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """One row a job."""
+        rows: list[dict[str, Any]] = self._call("jobs")
+        return rows
+
+    def cancel(self, job_id: str) -> str:
+        """End a job; returns its state."""
+        return str(self._call("cancel", job_id))
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=CALL_S)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, ZenrayError):
+                raise error.cause from None
+            raise

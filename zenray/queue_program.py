@@ -1,0 +1,268 @@
+"""What the queue runs: a job file becomes a profile for the scheduler and a training loop for every rank.
+
+What always holds: the samples of a step, and their weights, are the same under every plan. Each rank takes a slice of
+the global batch in micro-batches, and a gradient is the mean over all samples, so a job that is re-planned or restarted
+goes on with the numbers it would have had, up to the order of additions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from actors.job_run import Assignment, JobNeeds
+from actors.monitor import CudaCard, FakeCard, MemoryMonitor, told_apart
+from actors.state import CheckpointFolder, ModelState, OptimizerState, Stamp, State, StateProvider, digest_of
+from actors.worker import RankFunction, WorkerContext
+from collectives.errors import ConfigError
+from placement.catalogue import MIB
+from placement.data_plans import ModuleProfile
+from placement.peaks import Peak
+from placement.shapes import ModelShape, Recompute
+from placement.speed import flops_per_token
+from placement.traced import predict_module
+from placement.watch import Alarm, Limits
+from zenray.job_config import WORKLOADS, JobConfig, job_of
+from zenray.train import prepare_model
+
+MOST_MICRO_BATCH = 64
+KEPT_LOSSES = 64
+"""Losses that a result lists, evenly spaced."""
+
+
+class QueueWorkload(Protocol):
+    """A model and its data, for any plan. What it is made from is the job file."""
+
+    shape: ModelShape
+
+    def model(self, recompute: Recompute) -> nn.Module:
+        """A module whose call with a batch returns the mean loss of its samples; the same weights on every call."""
+
+    def samples(self, step: int, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Samples start .. stop - 1 of the global batch of `step`: a pure function."""
+
+    def example(self, micro_batch: int) -> tuple[Tensor, ...]:
+        """A batch of the right shapes."""
+
+
+def workload_of(job: JobConfig) -> QueueWorkload:
+    """The workload that the job file names. Raises ConfigError if it is not in the allow-list, or refuses the file."""
+    if job.workload not in WORKLOADS:
+        raise ConfigError(f"job '{job.name}': unknown workload '{job.workload}'; known: {', '.join(WORKLOADS)}")
+    module, _, function = WORKLOADS[job.workload].partition(":")
+    made: QueueWorkload = getattr(importlib.import_module(module), function)(job)
+    return made
+
+
+class QueueProgram:
+    """See `actors.job_run.JobProgram`."""
+
+    def check(self, request: Mapping[str, Any]) -> JobNeeds:
+        """Raises ConfigError if no training can be made of the request."""
+        job = job_of(request)
+        workload_of(job)
+        return JobNeeds(
+            global_batch=job.batch,
+            steps=job.steps,
+            max_gpus=job.max_gpus,
+            recompute=tuple(job.recompute),
+            gpu_types=tuple(job.gpu_types),
+            resources={"CPU": 1.0, "memory": float(job.host_memory_mib * MIB)},
+            timeout_s=job.timeout_s,
+            deadline_s=job.deadline_s,
+            boost_s=job.boost_s,
+        )
+
+    def class_key(self, request: Mapping[str, Any]) -> str:
+        """All that a profile depends on, and what narrows the choice of plans."""
+        names = ("workload", "model", "batch", "seq", "retain", "max_gpus", "recompute", "gpu_types")
+        return digest_of({name: request[name] for name in names})[:16]
+
+    def profile(self, request: Mapping[str, Any]) -> ModuleProfile:
+        """Trace the module at the smallest and the largest micro-batch, with and without recomputation."""
+        job = job_of(request)
+        workload = workload_of(job)
+        most = min(job.batch, MOST_MICRO_BATCH)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        smallest: dict[Recompute, Peak] = {}
+        largest: dict[Recompute, Peak] = {}
+        reserved = 1.0
+        for level in sorted(set(job.recompute) & {"none", "full"}, reverse=True):
+            for batch, peaks in ((1, smallest), (most, largest)):
+                traced = predict_module(workload.model(level), workload.example(batch), device=device)
+                peaks[level] = traced.forward_backward
+                if device == "cuda":
+                    reserved = max(reserved, traced.reserved / traced.allocated)
+        gradients = sum(p.numel() * p.element_size() for p in workload.model("none").parameters() if p.requires_grad)
+        return ModuleProfile(
+            family=job.workload,
+            smallest=smallest,
+            largest=largest,
+            most=most,
+            step=traced.step,
+            gradient_bytes=float(gradients),
+            reserved_over_allocated=reserved,
+            flops_per_sample=flops_per_token(workload.shape) * job.seq,
+            tokens_per_sample=job.seq,
+        )
+
+    def rank_function(self, request: Mapping[str, Any], assignment: Assignment) -> RankFunction:
+        """The training loop of one rank."""
+        return partial(train_rank, dict(request), assignment)
+
+
+def train_rank(request: Mapping[str, Any], assignment: Assignment, context: WorkerContext) -> dict[str, Any]:
+    """Train from the last checkpoint until the end, or until the card will be full before the next checkpoint.
+
+    Reports, from rank 0, one "progress" record a step and one "checkpoint" record a checkpoint; from any rank an "alarm"
+    record. Raises CardOutOfMemory, HostOutOfMemory, or what the collectives raise.
+    """
+    job = job_of(request)
+    limits = Limits(upper_bytes=assignment.upper_bytes, capacity_bytes=assignment.capacity_bytes)
+    where: list[Any] = [0, "start"]
+    with told_apart(context.rank, limits, where), card_of(assignment, context) as card:
+        loop = _Loop(job, assignment, context)
+        monitor = MemoryMonitor(card, limits, loop.done_steps)
+        started = perf_counter()
+        alarm = loop.run(monitor, where)
+        return {
+            "ended": "alarm" if loop.stopped else "done",
+            "alarm": alarm,
+            "step": loop.done_steps,
+            "losses": loop.losses[:: max(1, len(loop.losses) // KEPT_LOSSES)],
+            "last_loss": loop.losses[-1] if loop.losses else None,
+            "peak_bytes": monitor.peak_bytes,
+            "sampling_share": monitor.sampling_s / max(perf_counter() - started, 1e-9),
+        }
+
+
+@contextlib.contextmanager
+def card_of(assignment: Assignment, context: WorkerContext) -> Iterator[FakeCard | CudaCard]:
+    """The rank's card; a pretended one counts and enforces while the block runs."""
+    if assignment.fake:
+        with FakeCard(assignment.capacity_bytes) as fake:
+            yield fake
+    else:
+        yield CudaCard(context.device)
+
+
+class _Loop:
+    """Model, optimizer, position and checkpoints of one rank."""
+
+    def __init__(self, job: JobConfig, assignment: Assignment, context: WorkerContext):
+        self.job, self.assignment, self.context = job, assignment, context
+        self.workload = workload_of(job)
+        self.module = self.workload.model(assignment.recompute).to(context.device)
+        self.model = self.module
+        if context.size > 1:
+            self.model = prepare_model(self.module, job.policy, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.Adam(self.module.parameters(), lr=job.lr)
+        self.losses: list[float] = []
+        self.stopped = False
+        self.digest = digest_of({k: v for k, v in job.model_dump(mode="json").items() if k in _NUMERIC})
+        # The state is the same on every rank, so rank 0 writes it, whatever the number of ranks is next time.
+        self.folder = CheckpointFolder(Path(assignment.folder), 0, 1)
+        self.providers: list[StateProvider] = [
+            ModelState(self.module),
+            OptimizerState(self.optimizer, self.module),
+            _Losses(self.losses),
+        ]
+        self.done_steps = self.folder.latest() or 0
+        if self.done_steps:
+            self.folder.load(self.done_steps, self.providers, self.digest)
+
+    def run(self, monitor: MemoryMonitor, where: list[Any]) -> str:
+        """Train; returns this rank's own alarm, '' without one."""
+        job, alarm, noted = self.job, "", False
+        while self.done_steps < job.steps and not self.stopped:
+            step = self.done_steps
+            where[:] = [step, "training"]
+            loss = self._step(step)
+            due = (step // job.checkpoint_every + 1) * job.checkpoint_every
+            verdict = monitor.step_end(step, due)
+            if verdict.alarm is Alarm.CROSSING and step + 1 < job.steps:
+                alarm = (
+                    f"rank {self.context.rank}, step {step}: {verdict.peak_bytes} bytes, growing by {verdict.slope_bytes:.0f} a "
+                    f"step, pass {monitor.limits.capacity_bytes} at step {verdict.crossing_step}"
+                )
+            elif verdict.alarm is Alarm.ABOVE_UPPER and not noted:
+                noted = True
+                self._say("alarm", text=f"{verdict.peak_bytes} bytes, {monitor.limits.upper_bytes} predicted at most")
+            where[1] = "synchronisation"
+            mean, alarms = self._agree(loss, bool(alarm))
+            self.losses.append(mean)
+            self.done_steps = step + 1
+            self.stopped = alarms > 0
+            if self.context.rank == 0:
+                self._say("progress", step=self.done_steps, loss=mean, peak_bytes=monitor.peak_bytes)
+            where[1] = "checkpoint"
+            if self.stopped or self.done_steps == due or self.done_steps == job.steps:
+                self._save()
+        if alarm:
+            self._say("alarm", text=alarm, peak_bytes=monitor.peak_bytes)
+        return alarm
+
+    def _step(self, step: int) -> float:
+        """Forward and backward of this rank's slice in micro-batches, then the update; returns its share of the loss."""
+        job, b, size = self.job, self.assignment.micro_batch, self.context.size
+        share = job.batch // size
+        first = self.context.rank * share
+        self.optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for start in range(first, first + share, b):
+            stop = min(start + b, first + share)
+            batch = [item.to(self.context.device) for item in self.workload.samples(step, start, stop)]
+            last = stop == first + share
+            with contextlib.nullcontext() if last or self.model is self.module else self.model.no_sync():  # type: ignore[operator]
+                loss = self.model(*batch) * ((stop - start) * size / job.batch)  # DDP averages over ranks
+                loss.backward()
+            total += float(loss.detach()) / size
+        self.optimizer.step()
+        return total
+
+    def _agree(self, loss: float, alarm: bool) -> tuple[float, int]:
+        """(mean loss of the global batch, ranks with an alarm): all ranks stop at the same step, or none."""
+        shared = torch.tensor([loss, float(alarm)], dtype=torch.float64)
+        if self.context.size > 1:
+            self.context.transport.all_reduce("agreement", shared)
+        return float(shared[0]), int(shared[1])
+
+    def _save(self) -> None:
+        context = self.context
+        if context.rank == 0:
+            stamp = Stamp(context.run_id, self.done_steps, context.epoch, 0, 1, self.digest)
+            self.folder.save(stamp, self.providers)
+            self._say("checkpoint", step=self.done_steps)
+
+    def _say(self, kind: str, **values: Any) -> None:
+        self.context.report({"kind": kind, **values})
+
+
+class _Losses:
+    """The losses so far, as part of the state."""
+
+    name = "losses"
+
+    def __init__(self, losses: list[float]):
+        self.losses = losses
+
+    def state_dict(self) -> State:
+        """One JSON list."""
+        return {"losses": json.loads(json.dumps(self.losses))}
+
+    def load_state_dict(self, state: State) -> None:
+        """Replace what is there."""
+        self.losses[:] = state["losses"]
+
+
+_NUMERIC = ("model", "workload", "batch", "seq", "lr", "seed")
+"""Keys of the job file that the numbers of the training depend on."""
