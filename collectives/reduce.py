@@ -405,6 +405,10 @@ def two_hop(
 
 def _run(x: Tensor, job: _Job, op: Op, body: Callable[[Tensor, _Job], Flag]) -> Flag:
     """What all patterns share: other dtypes through fp32, a single rank. Empty tensors make the same calls."""
+    if not x.is_contiguous():
+        raise ConfigError(
+            f"a reduction needs a contiguous tensor, not shape {tuple(x.shape)} with strides {x.stride()}"
+        )
     flat = x.view(-1).float()
     if job.transport.size == 1:
         factor = 1.0 if job.weights is None else float(job.weights[0])
