@@ -10,8 +10,10 @@ What this does not do: buffers, and parameters that DDP was told to ignore, stay
 
 # Annotations are not postponed here: DDP compares the hook's with the types themselves.
 
+import math
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,11 +32,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from collectives.cost import probe_link
+from collectives.dense import RoleRecord, SegmentReport
 from collectives.errors import CollectiveError, CollectiveMismatch, ConfigError, ZenrayError
-from collectives.gradients import GradientReducer, Place
+from collectives.feedback import reshard
+from collectives.gradients import GradientReducer
 from collectives.planner import CallRecord, Planner
 from collectives.policy import SyncPolicy
 from collectives.replicas import check_replicas
+from collectives.segments import Place
+from collectives.topology import probe_topology
 from collectives.torch_transport import TorchTransport
 from collectives.transport import Transport
 
@@ -117,8 +123,11 @@ class SyncHook:
             name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored
         }
         self.planner = Planner(probe_link(transport))
-        self._reducer = GradientReducer(transport, self.planner, policy)
+        self._reducer = GradientReducer(transport, self.planner, policy, probe_topology(transport))
         self.num_backwards = 0
+        self._waited_s = 0.0
+        self._ended_at: float | None = None
+        self._loss_scale = 1.0
         self.error: BaseException | None = None
         self._names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
         self._seen: set[str] = set()
@@ -172,7 +181,9 @@ class SyncHook:
 
         An exception inside a future would reach DDP as a value of the wrong type.
         """
+        started = time.perf_counter()
         work.done.wait()
+        self._waited_s += time.perf_counter() - started
         if self.error is not None:
             raise self.error
         self._seen.update(work.names)
@@ -180,10 +191,18 @@ class SyncHook:
         if not missing:
             self._seen.clear()
             self.num_backwards += 1
+            self._note_step()
         elif work.is_last:
             raise CollectiveMismatch(
                 f"{len(self._seen)} of {len(self.parameters)} parameters were synchronised; missing: {_listing(missing)}"
             )
+
+    def _note_step(self) -> None:
+        """Backward has computed all gradients by now, so whatever it waited is communication that nothing hid."""
+        now = time.perf_counter()
+        if self._ended_at is not None:
+            self._reducer.dense.planner.note_step(self._waited_s, now - self._ended_at)
+        self._ended_at, self._waited_s = now, 0.0
 
     # --- called by the communication thread ---
 
@@ -241,6 +260,38 @@ class SyncHook:
         """Predicted and observed bytes and seconds of every reduction of a sparse tensor; not during backward."""
         return self.planner.records()
 
+    def role_record(self) -> RoleRecord:
+        """Bytes, times, errors and memory of the dense gradients (dp_grad) on this rank; not during backward."""
+        return self._reducer.dense.record()
+
+    def segments(self) -> list[SegmentReport]:
+        """What reduces which stretch of dense gradients, and why; not during backward."""
+        return self._reducer.dense.report()
+
+    def events(self) -> list[str]:
+        """Codecs that were taken back or replaced, with the reason; equal on all ranks."""
+        return list(self._reducer.dense.planner.events)
+
+    def take_back(self) -> None:
+        """The step whose backward pass has just ended will not be applied: its residuals stay what they were before.
+
+        Steps with a gradient that is not finite are taken back by themselves. Call it on all ranks alike.
+        """
+        self._reducer.dense.was_skipped = True
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss. Residuals are in its units: set it, on all ranks, whenever the scaler changes it."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if not (math.isfinite(scale) and scale > 0):
+            raise ConfigError(f"loss_scale = {scale}; it must be positive and finite")
+        self._reducer.dense.close_step()
+        self._reducer.dense.feedback.rescale(scale / self._loss_scale)
+        self._loss_scale = scale
+
     def check_replicas(self) -> None:
         """Compare all parameters over all ranks now; a collective call, not during backward. See `check_replicas`."""
         if self.error is not None:
@@ -253,12 +304,18 @@ class SyncHook:
             raise self.error
 
     def state_dict(self) -> dict[str, Any]:
-        """The planner's state by parameter name; picklable, equal on all ranks; not during backward."""
-        return {"planner": self.planner.state_dict()}
+        """By parameter name, free of buckets and groups; picklable; not during backward.
+
+        "planner" and "plan" are equal on all ranks, the residuals and factors are this rank's own tensors.
+        """
+        dense = self._reducer.dense.state_dict()
+        return {"planner": self.planner.state_dict(), "loss_scale": self._loss_scale, **dense}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, on all ranks alike."""
+        """Continue from `state`, each rank from its own; in a group of another size, all from `reshard_states`."""
         self.planner.load_state_dict(state["planner"])
+        self._loss_scale = float(state.get("loss_scale", 1.0))
+        self._reducer.dense.load_state_dict(state)
 
     def close(self) -> None:
         """End the thread and its group; waits no longer than a collective may take. Later backward passes raise."""
@@ -271,6 +328,11 @@ class SyncHook:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def reshard_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One hook state for every rank of a group of another size, from the states of all old ranks, in their order."""
+    return {**states[0], "feedback": reshard([state["feedback"] for state in states])}
 
 
 def _define_missing_gradients(

@@ -16,15 +16,18 @@ import torch
 from torch import Tensor
 
 from collectives.cost import Load
+from collectives.dense import DenseReducer
 from collectives.errors import CollectiveError, GradientError
 from collectives.kernels.rows import nonzero_rows
 from collectives.planner import Planner, load_of
 from collectives.policy import SyncPolicy
+from collectives.segments import Place
 from collectives.sparse.agreement import Agreement, Layout, negotiate
 from collectives.sparse.ids import DTYPES, normalise, to_coo
 from collectives.sparse.rows import SparseRows
 from collectives.sparse.schemes import SCHEMES
 from collectives.sparse.workspace import METADATA
+from collectives.topology import Topology
 from collectives.transport import Traffic, Transport
 
 MIN_SCAN_BYTES = 64 << 10
@@ -32,46 +35,43 @@ MIN_SCAN_BYTES = 64 << 10
 SCAN_SAMPLE = 64
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a parameter lies in its flat bucket."""
-
-    name: str
-    start: int
-    shape: torch.Size
-    is_contiguous: bool
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.shape.numel()
-
-
 class GradientReducer:
     """Reduces buckets over one transport, by the policy and the planner. Not thread-safe: buckets come in order."""
 
-    def __init__(self, transport: Transport, planner: Planner, policy: SyncPolicy):
-        self.transport, self.planner, self.policy = transport, planner, policy
+    def __init__(self, transport: Transport, planner: Planner, policy: SyncPolicy, topology: Topology | None = None):
+        self.transport, self.planner = transport, planner
+        self.dense = DenseReducer(transport, planner.link, policy, topology)
         self.step = 0
         """A number that all ranks must share; it goes into every metadata record."""
 
+    @property
+    def policy(self) -> SyncPolicy:
+        """What may be done; all ranks set it alike, between two steps."""
+        return self.dense.policy
+
+    @policy.setter
+    def policy(self, policy: SyncPolicy) -> None:
+        self.dense.use(policy)
+
     def reduce_flat(self, buffer: Tensor, places: Sequence[Place]) -> None:
         """Average a flat buffer in place: the touched rows of parameters that have few, the rest as dense segments."""
-        dense_runs, declined, at = [], {}, 0
+        self.dense.open_step(self.step)
+        remaining, declined = [], {}
         for place in places:
             if self._is_scanned(place, buffer):
                 load = self._reduce_touched_rows(place, buffer)
-                if load is not None:
-                    declined[place.name] = load
+                if load is None:
                     continue
-                dense_runs.append(buffer[at : place.start])
-                at = place.stop
-        self._reduce_dense([*dense_runs, buffer[at:]], declined)
+                declined[place.name] = load
+            remaining.append(place)
+        self._reduce_dense(buffer, remaining, declined)
 
     def reduce_sparse(self, name: str, gradient: Tensor) -> Tensor:
         """The mean of a sparse COO gradient, coalesced. Raises GradientError for one that cannot be reduced.
 
         Equal ids are summed before and after; an id stays even where its sum is zero.
         """
+        self.dense.open_step(self.step)
         if gradient.numel() == 0:
             return gradient.coalesce()
         try:
@@ -111,6 +111,7 @@ class GradientReducer:
             extra=self.planner.record(name),
         )
         self.planner.settle(name, agreement.extra)
+        self.dense.was_skipped |= agreement.found_inf
         return agreement
 
     def _reduce_rows(self, scheme: str, rows: SparseRows, agreement: Agreement, load: Load) -> SparseRows:
@@ -119,14 +120,11 @@ class GradientReducer:
         self.planner.observe(agreement.name, load, len(reduced.ids), spent.payload_bytes, spent.seconds)
         return reduced
 
-    def _reduce_dense(self, runs: Sequence[Tensor], declined: Mapping[str, Load]) -> None:
-        """Average flat segments in place. Each declined tensor is charged its share of the bytes and of the time."""
-        num_bytes = sum(run.nbytes for run in runs)
+    def _reduce_dense(self, buffer: Tensor, places: Sequence[Place], declined: Mapping[str, Load]) -> None:
+        """Average the rest in place. Each declined tensor is charged its share of the bytes and of the time."""
+        num_bytes = sum(place.shape.numel() for place in places) * buffer.element_size()
         with self._measured() as spent:
-            for run in runs:
-                if run.numel():
-                    run.div_(self.transport.size)
-                    self.transport.all_reduce("dense", run)
+            self.dense.reduce(buffer, places, self.step)
         for name, load in declined.items():
             share = load.dense_bytes / num_bytes
             self.planner.observe(name, load, None, round(share * spent.payload_bytes), share * spent.seconds)

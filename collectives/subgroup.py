@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from collectives.errors import ConfigError
-from collectives.transport import Exchange, Parcel, Traffic, Transport
+from collectives.transport import Exchange, Parcel, ReduceOp, Traffic, Transport
 
 
 class SubTransport:
@@ -36,7 +36,7 @@ class SubTransport:
         mapped = [Parcel(self.ranks[parcel.peer], parcel.data) for parcel in recvs]
         return _SubExchange(self.parent.exchange(phase, mapped), self.ranks)
 
-    def all_reduce(self, phase: str, data: Tensor) -> None:
+    def all_reduce(self, phase: str, data: Tensor, op: ReduceOp = "sum") -> None:
         raise ConfigError(f"no native all-reduce in a subgroup (phase '{phase}'); use two_shot or one_shot")
 
     def abort(self) -> None:

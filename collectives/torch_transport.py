@@ -20,7 +20,7 @@ from torch import Tensor
 
 from collectives.errors import CollectiveError
 from collectives.gloo_watch import RESERVED_TAG, GlooWatch, post_recv, post_send
-from collectives.transport import MAX_PARCELS, Exchange, Parcel, Traffic
+from collectives.transport import MAX_PARCELS, Exchange, Parcel, ReduceOp, Traffic
 
 _SIZE_VALUES = 4093
 """Tags carry the size modulo this prime, in 12 bits."""
@@ -76,11 +76,12 @@ class TorchTransport:
         self.watch.num_exchanges += 1
         return GlooExchange(self, self.watch, phase, recvs)
 
-    def all_reduce(self, phase: str, data: Tensor) -> None:
+    def all_reduce(self, phase: str, data: Tensor, op: ReduceOp = "sum") -> None:
         self._refuse_if_broken(phase)
         self._count_ring(phase, data)
         try:
-            work = dist.all_reduce(data, group=self.group, async_op=True)
+            native_op = dist.ReduceOp.AVG if op == "mean" else dist.ReduceOp.SUM
+            work = dist.all_reduce(data, op=native_op, group=self.group, async_op=True)
             assert work is not None
             if self.watch is None:
                 work.wait()

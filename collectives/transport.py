@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Literal, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout
+
+ReduceOp = Literal["sum", "mean"]
 
 MAX_PARCELS = 256
 """Parcels one rank may send to one peer within one exchange; the tag space of the wire is divided by it."""
@@ -97,8 +99,11 @@ class Transport(Protocol):
     def exchange(self, phase: str, recvs: Sequence[Parcel]) -> Exchange:
         """Post `recvs` (preallocated, filled in place) and return the open exchange. Several may be open at once."""
 
-    def all_reduce(self, phase: str, data: Tensor) -> None:
-        """Sum `data` over all ranks in place, in the backend's own way (Gloo: ring): the dense baseline."""
+    def all_reduce(self, phase: str, data: Tensor, op: ReduceOp = "sum") -> None:
+        """Reduce `data` over all ranks in place, in the backend's own way (Gloo: ring): the dense baseline.
+
+        "mean" divides inside the reduction, without a pass over the data of its own; for floating-point types.
+        """
 
     def abort(self) -> None:
         """Make every pending and later operation fail, here and soon at the peers. Idempotent."""
@@ -210,7 +215,7 @@ class LocalTransport:
         self.num_exchanges += 1
         return LocalExchange(self, phase, recvs, self.num_exchanges)
 
-    def all_reduce(self, phase: str, data: Tensor) -> None:
+    def all_reduce(self, phase: str, data: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce-scatter, then all-gather, summed in rank order; the bytes of a ring: 2(n-1)/n of the buffer."""
         flat = data.view(-1)
         cuts = [flat.numel() * j // self.size for j in range(self.size + 1)]
@@ -220,6 +225,8 @@ class LocalTransport:
         total = received[0]
         for contribution in received[1:]:
             total = total + contribution
+        if op == "mean":
+            total = total / self.size
         parts[self.rank].copy_(total)
         all_gather(self, phase, parts)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.ddp import attach, hook_of
+from collectives.dense import RoleRecord, SegmentReport
 from collectives.errors import ConfigError
 from collectives.policy import SyncPolicy
 from collectives.sparse import all_reduce
@@ -32,8 +33,9 @@ def prepare_model(
 ) -> DistributedDataParallel:
     """Let zenray synchronise the gradients of `model`; a collective call. Returns the DDP model to train.
 
-    policy: "auto" (per tensor, by measurement), "off" (plain DDP), a scheme's name for all sparse gradients, a mapping
-    of parameter-name patterns to those, or a `SyncPolicy`. timeout_s: longest wait for a peer within one reduction.
+    policy: "auto" (per tensor, by measurement), "off" (plain DDP), a scheme's name for all sparse gradients, a preset
+    (naive, mz, z, zeropp), a codec's name for all dense gradients, a mapping of roles or parameter-name patterns to
+    those, or a `SyncPolicy`. timeout_s: longest wait for a peer within one reduction.
     ddp_options go to `DistributedDataParallel` where the model is not wrapped yet; on NCCL it is moved to this
     process's current card first. Raises ConfigError without a process group, or for an unknown policy.
     """
@@ -49,7 +51,7 @@ def prepare_model(
         model = DistributedDataParallel(model, **ddp_options)  # type: ignore[arg-type]
     elif ddp_options:
         raise ConfigError(f"the model is wrapped already, so {', '.join(ddp_options)} would have no effect")
-    if wanted.scheme != "off" or wanted.by_name:
+    if wanted.touches_gradients:
         attach(model, wanted, timeout_s=timeout_s)
     return model
 
@@ -72,17 +74,26 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class Explanation:
-    """One row a parameter; `str()` of it is the table."""
+    """One row a parameter, one record a role; `str()` of it is the table."""
 
     rows: tuple[TensorReport, ...]
+    roles: tuple[RoleRecord, ...] = ()
 
     def __str__(self) -> str:
         header = ("tensor", "scheme", "bytes (predicted)", "ms (predicted)", "why")
         lines = [header, *(_cells(row) for row in self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        )
+        table = ["  ".join(c.ljust(width) for c, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+        return "\n".join([*table, *(_role_line(role) for role in self.roles if role.observed_ms)])
+
+
+def _role_line(role: RoleRecord) -> str:
+    return (
+        f"{role.role}: {role.raw_bytes:,.0f} raw, {role.wire_bytes:,.0f} wire bytes a step ({role.ratio:.2f}x), "
+        f"{role.observed_ms:.3g} ms ({role.predicted_ms:.3g} predicted, {role.codec_ms:.3g} of it the codec), "
+        f"{role.exposed_share:.0%} of the plain step exposed, relative error {role.relative_error:.2g}, residual "
+        f"{role.residual_ratio:.2g} x gradient, {role.fallbacks} fallbacks, plan {role.plan_hash}"
+    )
 
 
 def _cells(row: TensorReport) -> tuple[str, ...]:
@@ -101,24 +112,33 @@ def explain(model: nn.Module) -> Explanation:
             tuple(TensorReport(n, "plain DDP", "no synchroniser attached", 0, 0, 0.0, 0.0) for n in names)
         )
     last = {record.tensor: record for record in hook.records()}
+    segments = {name: segment for segment in hook.segments() for name in segment.names}
     rows = []
-    for name in hook.parameters:
-        record = last.get(name)
-        if record is None:
-            rows.append(TensorReport(name, "dense", "dense gradient, part of its bucket", 0, 0, 0.0, 0.0))
+    for name, parameter in hook.parameters.items():
+        if (record := last.get(name)) is not None and (record.scheme != "dense" or name not in segments):
+            figures = (record.predicted_bytes, record.observed_bytes, record.predicted_s, record.observed_s)
+            rows.append(TensorReport(name, record.scheme, record.reason, *figures))
+        elif (segment := segments.get(name)) is not None:
+            rows.append(_share_of(segment, name, parameter.numel() / segment.numel))
         else:
-            rows.append(
-                TensorReport(
-                    name,
-                    record.scheme,
-                    record.reason,
-                    record.predicted_bytes,
-                    record.observed_bytes,
-                    record.predicted_s,
-                    record.observed_s,
-                )
-            )
-    return Explanation(tuple(rows))
+            rows.append(TensorReport(name, "dense", "dense gradient, part of its bucket", 0, 0, 0.0, 0.0))
+    return Explanation(tuple(rows), (hook.role_record(),))
+
+
+def _share_of(segment: SegmentReport, name: str, share: float) -> TensorReport:
+    """A parameter's part, by its elements, of the stretch it travels in."""
+    scheme, why = (
+        ("dense", f"off, because {segment.reason}") if segment.choice == "off" else (segment.choice, segment.reason)
+    )
+    return TensorReport(
+        name,
+        scheme,
+        why,
+        round(share * segment.predicted_bytes),
+        round(share * segment.observed_bytes),
+        share * segment.predicted_s,
+        share * segment.observed_s,
+    )
 
 
 # --- single reductions ------------------------------------------------------------------------------------------------

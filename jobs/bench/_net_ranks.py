@@ -6,10 +6,8 @@ call does (packing, metadata, exchange, reduction) is inside. The baselines have
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.errors import CollectiveMismatch
 from collectives.sparse.all_reduce import reduce_rows
 from collectives.sparse.rows import SparseRows
 from collectives.sparse.schemes import SCHEMES
 from collectives.torch_transport import TorchTransport
 from collectives.transport import all_to_all
+from jobs.bench._net_compress import compress_suite
+from jobs.bench.contender import Contender, Result
 from jobs.workloads.zipf import workload
 
 TX_BYTES = Path("/sys/class/net/eth0/statistics/tx_bytes")
-
-
-Result = Tensor | SparseRows
-
-
-@dataclass(frozen=True)
-class Contender:
-    """`call` is timed and returns its result; `reset` puts the inputs back before each call."""
-
-    name: str
-    call: Callable[[], Result]
-    reset: Callable[[], object] = lambda: None
-    reference: Callable[[], Tensor] | None = None
-    """The right result in dense form, known after the warm-up round; None: nothing to compare with."""
-    replicated: bool = True
-    """All ranks must end up with the same bytes."""
 
 
 def measure(transport: TorchTransport, config: dict[str, Any]) -> dict[str, Any]:
@@ -54,8 +37,8 @@ def measure(transport: TorchTransport, config: dict[str, Any]) -> dict[str, Any]
                 entry = figures[suite].setdefault(contender.name, {"seconds": []})
                 seconds, wire, counted, result = one_call(transport, contender, config["bed"])
                 if number == 0:
-                    entry["digest"] = check(contender, result)
-                    entry["replicated"] = contender.replicated
+                    entry["digest"], entry["relative_error"] = contender.check(result)
+                    entry |= {"replicated": contender.replicated, **contender.facts}
                 else:
                     entry["seconds"].append(seconds)
                     entry |= {"wire_bytes": wire, "counted_bytes": counted}
@@ -76,24 +59,6 @@ def one_call(transport: TorchTransport, contender: Contender, on_bed: bool) -> t
     if wire is not None:
         wire = int(TX_BYTES.read_text()) - wire
     return seconds, wire, transport.traffic.sent_bytes() - counted, result
-
-
-def check(contender: Contender, result: Result) -> str:
-    """Compare with the reference; returns a digest of the result's bytes."""
-    parts = [result.ids, result.values] if isinstance(result, SparseRows) else [result]
-    if contender.reference is not None:
-        expected = contender.reference()
-        found = result
-        if isinstance(result, SparseRows):
-            found = torch.zeros(result.num_rows, result.width, dtype=result.values.dtype)
-            found[result.ids] = result.values
-        assert isinstance(found, Tensor)
-        if not torch.allclose(found, expected, rtol=1e-5, atol=1e-5):
-            raise CollectiveMismatch(f"{contender.name} differs from the reference: its times would mean nothing")
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(part.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def exchange_suite(transport: TorchTransport, config: dict[str, Any]) -> Sequence[Contender]:
@@ -155,4 +120,4 @@ def sparse_suite(transport: TorchTransport, config: dict[str, Any]) -> Sequence[
     return baselines + [Contender(name, scheme(name), reference=lambda: total) for name in [*SCHEMES, "auto"]]
 
 
-SUITES = {"exchange": exchange_suite, "sparse": sparse_suite}
+SUITES = {"exchange": exchange_suite, "sparse": sparse_suite, "compress": compress_suite}

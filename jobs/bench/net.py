@@ -18,7 +18,7 @@ from pydantic import Field
 from collectives.errors import CollectiveMismatch
 from jobs.job import Run
 from jobs.links import WIRE_EFFICIENCY, ShapedBed, self_check
-from jobs.ranks import run_ranks
+from jobs.ranks import RankFailed, run_ranks
 from jobs.workloads.zipf import WORKLOADS, workload
 from zenray.config import Rate, Section
 
@@ -29,6 +29,7 @@ FILES = ()
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "34359738368", "MALLOC_TOP_PAD_": "134217728"}
 """For every rank, so for baselines as well: fresh pages would cost eager baselines several times the copy itself."""
 ITEMSIZE = 4
+HOOKS = ("zenray", "fp16", "bf16", "powersgd", "quantise_per_tensor", "quantise_per_channel")
 START_S = 120.0
 """Allowance for starting the ranks and compiling, before any round."""
 
@@ -40,12 +41,13 @@ class Config(Section):
     """Rate of every rank's link in both directions; none: the loopback device, without namespaces."""
     ranks: int = Field(4, ge=2, le=16)
     """Processes, one thread each; with more than two per core the cores are the limit, not the link."""
-    suite: Literal["all", "exchange", "sparse"] = "all"
-    """exchange: dense buffers through all-reduce and all-to-all. sparse: all sparse schemes on `workload`."""
+    suite: Literal["all", "exchange", "sparse", "compress"] = "all"
+    """exchange: dense buffers through all-reduce and all-to-all. sparse: all sparse schemes on `workload`. compress:
+    dense gradients of `size_mib` through every codec, beside torch's own hooks. all: the first two."""
     workload: Literal[WORKLOADS] = "lstm20"  # type: ignore[valid-type]
     """The embedding gradient of `sparse`, a generator of jobs/workloads/zipf.py."""
     size_mib: int = Field(64, ge=1, le=1024)
-    """Buffer of each rank in `exchange`, in MiB; below 1 MiB per message the links' burst flatters."""
+    """Buffer of each rank in `exchange` and `compress`, in MiB; below 1 MiB per message the links' burst flatters."""
     repeats: int = Field(5, ge=5, le=100)
     """Timed rounds, after one for warming up."""
     engine: Literal["processes"] = "processes"
@@ -56,12 +58,16 @@ def run(config: Config, run: Run) -> dict[str, Any]:
     """Measure, check the links, and report ratios first; see the module."""
     suites = ["exchange", "sparse"] if config.suite == "all" else [config.suite]
     rate = None if config.link == "none" else config.link
-    payload_bytes = {"exchange": (config.size_mib << 20) // (4 * config.ranks) * (4 * config.ranks)}
+    payload_bytes = {
+        "exchange": (config.size_mib << 20) // (4 * config.ranks) * (4 * config.ranks),
+        "compress": config.size_mib << 20,
+    }
     if "sparse" in suites:
         work = workload(config.workload)
         payload_bytes["sparse"] = work.num_rows * work.width * ITEMSIZE
     spec = config.model_dump() | {"suites": suites, "bed": rate is not None}
-    slowest_s = 16 * max(payload_bytes.values()) * 8 / (rate or 1e9)
+    num_calls = 48 if "compress" in suites else 16
+    slowest_s = num_calls * max(payload_bytes.values()) * 8 / (rate or 1e9)
     timeout_s = START_S + (1 + config.repeats) * len(suites) * slowest_s
     run.say(f"allocator of all ranks: {' '.join(f'{key}={value}' for key, value in ALLOCATOR.items())}")
     with ShapedBed(config.ranks, rate) if rate is not None else nullcontext() as bed:
@@ -70,6 +76,7 @@ def run(config: Config, run: Run) -> dict[str, Any]:
         ranks = run_ranks(
             config.ranks, "jobs.bench._net_ranks:measure", spec, bed=bed, timeout_s=timeout_s, env=ALLOCATOR
         )
+        hooks = measure_hooks(config, spec, bed, timeout_s, run) if "compress" in suites else {}
     figures = {
         suite: {name: combine(name, [r[suite][name] for r in ranks]) for name in ranks[0][suite]} for suite in suites
     }
@@ -81,8 +88,37 @@ def run(config: Config, run: Run) -> dict[str, Any]:
     if "sparse" in figures:
         metrics |= sparse_metrics(figures["sparse"])
         run.baseline = {name: figures["sparse"][name] for name in ("dense", "gloo_sparse")}
+    if "compress" in figures:
+        metrics |= compress_metrics(figures["compress"]) | {"hooks": hooks}
+        run.baseline = {name: figures["compress"][name] for name in ("dense", "gloo_sparse")}
     _show(run, config, metrics)
     return metrics
+
+
+def measure_hooks(
+    config: Config, spec: dict[str, Any], bed: ShapedBed | None, timeout_s: float, run: Run
+) -> dict[str, dict[str, Any]]:
+    """torch's communication hooks and ours under DDP, each in a launch of its own; a failure is a result."""
+    found: dict[str, dict[str, Any]] = {}
+    for hook in HOOKS:
+        run.say(f"measuring DDP with hook {hook}")
+        try:
+            ranks = run_ranks(
+                config.ranks,
+                "jobs.bench._net_compress:measure_hook",
+                spec | {"hook": hook},
+                bed=bed,
+                timeout_s=timeout_s,
+                env=ALLOCATOR,
+            )
+        except RankFailed as failure:
+            found[hook] = {"failure": (failure.detail.strip().splitlines() or [failure.reason])[-1]}
+            continue
+        medians = {
+            name: statistics.median(max(s) for s in zip(*(r[name] for r in ranks), strict=True)) for name in ranks[0]
+        }
+        found[hook] = {"median_s": medians[hook], "speedup_over_ddp": medians["none"] / medians[hook]}
+    return found
 
 
 def combine(name: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
@@ -95,6 +131,9 @@ def combine(name: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "median_s": median_s,
         "spread": (max(rounds) - min(rounds)) / median_s,
+        "relative_error": by_rank[0]["relative_error"],
+        "predicted_s": by_rank[0].get("predicted_s"),
+        "predicted_bytes": by_rank[0].get("predicted_bytes"),
         "wire_bytes": max(wire, default=None),
         "counted_bytes": max(entry["counted_bytes"] for entry in by_rank),
     }
@@ -129,6 +168,21 @@ def sparse_metrics(figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"schemes": schemes}
 
 
+def compress_metrics(figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Speed-up of every codec over the plain fp32 all-reduce of the same rounds, and how good the model was."""
+    dense_s = figures["dense"]["median_s"]
+    codecs = {}
+    for name, entry in figures.items():
+        baseline_s = figures["plain_gather"]["median_s"] if name.endswith("_gather") else dense_s
+        expected_s = entry["predicted_s"]
+        codecs[name] = {
+            "speedup": baseline_s / entry["median_s"],
+            "predicted_over_observed": expected_s and expected_s / entry["median_s"],
+            **entry,
+        }
+    return {"codecs": codecs}
+
+
 def _show(run: Run, config: Config, metrics: dict[str, Any]) -> None:
     check = metrics["self_check"]
     if check["verdict"] == "void":
@@ -142,6 +196,8 @@ def _show(run: Run, config: Config, metrics: dict[str, Any]) -> None:
     if exchange:
         rows = [[name, metrics[name]["line_rate_share"], *_cells(metrics[name])] for name in exchange]
         run.table(f"{config.size_mib} MiB, {config.ranks} ranks", ["call", "of line rate", *CELLS], rows)
+    if "codecs" in metrics:
+        _show_codecs(run, config, metrics)
     if "schemes" in metrics:
         schemes = metrics["schemes"]
         ratios = ("speedup_over_dense", "speedup_over_gloo_sparse")
@@ -154,6 +210,20 @@ def _show(run: Run, config: Config, metrics: dict[str, Any]) -> None:
         figure.tight_layout()
         figure.savefig(run.out / "schemes.png", dpi=120)
         plt.close(figure)
+
+
+def _show_codecs(run: Run, config: Config, metrics: dict[str, Any]) -> None:
+    rows = [
+        [name, e["speedup"], e["relative_error"], e["predicted_over_observed"], *_cells(e)]
+        for name, e in metrics["codecs"].items()
+    ]
+    columns = ["codec", "x dense", "error", "predicted / ms", *CELLS]
+    run.table(f"mean of {config.size_mib} MiB fp32, {config.ranks} ranks (gathers: x plain gather)", columns, rows)
+    hooks = [
+        [name, e.get("speedup_over_ddp"), e["median_s"] * 1e3 if "median_s" in e else None, e.get("failure", "")]
+        for name, e in metrics["hooks"].items()
+    ]
+    run.table("backward of one layer under DDP", ["hook", "x plain DDP", "ms", "failure"], hooks)
 
 
 CELLS = ("ms", "spread", "wire MB", "counted MB")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from collectives.cost import Link
-from collectives.errors import CollectiveMismatch, ConfigError
-from collectives.gradients import GradientReducer, Place, touched_rows
+from collectives.errors import CollectiveMismatch
+from collectives.gradients import GradientReducer, touched_rows
 from collectives.planner import Planner
 from collectives.policy import SyncPolicy
 from collectives.replicas import check_replicas, clip_grad_norm_, digest
+from collectives.segments import Place
 from collectives.transport import LocalTransport, run_local
 
 SHAPES = {"a": (7,), "table": (4096, 8), "b": (3, 5), "empty": (0, 4), "other": (2048, 16), "c": (1,)}
@@ -170,31 +169,3 @@ def test_clipping_counts_coalesced_rows_once(norm_type: float) -> None:
     assert float(after.norm(norm_type)) == pytest.approx(2.0, rel=1e-4)
     assert float(clip_grad_norm_([sparse, dense], 9.0, norm_type)) == pytest.approx(2.0, rel=1e-4)
     assert float(clip_grad_norm_([torch.nn.Parameter(torch.zeros(2))], 1.0)) == 0.0
-
-
-# --- policy -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("policy", "sparse", "dense"),
-    [
-        ("auto", None, None),
-        ("column", "column", None),
-        ("off", "dense", None),
-        ({"emb.*": "agsparse"}, "agsparse", "agsparse"),
-        ({"emb.*": "off"}, "dense", "dense"),
-        ({"emb.w*": "auto", "*": "column"}, None, None),
-    ],
-)
-def test_the_policy_speaks_per_name(policy: Any, sparse: str | None, dense: str | None) -> None:
-    made = SyncPolicy.of(policy)
-    assert made.scheme_for("emb.weight", is_dense=False) == sparse
-    assert made.scheme_for("emb.weight", is_dense=True) == dense
-    assert SyncPolicy.of(made) is made
-
-
-def test_an_unknown_policy_says_what_there_is() -> None:
-    with pytest.raises(ConfigError, match="unknown policy 'colum'; choose one of auto, off, column"):
-        SyncPolicy.of({"emb.*": "colum"})
-    with pytest.raises(ConfigError, match="check_replicas_every = -1"):
-        SyncPolicy(check_replicas_every=-1)

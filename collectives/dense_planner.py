@@ -1,0 +1,367 @@
+"""Which codec, if any, reduces which stretch of a dense gradient: predicted, tried, measured, and taken back.
+
+A stretch is reduced plainly first, which shows how long that takes and how much of it the backward pass hides. Only
+where enough is exposed and a candidate is predicted to take less than `USE_BELOW` of the plain time is it tried; what
+the trials took decides. Guards (error, residual, non-finite values, time) ban a codec and all that are coarser.
+
+Decisions are made at `round_due` calls from figures that all ranks have exchanged there (the slowest, the worst), so
+that they are equal on all ranks; a digest of the state rides along and proves it. Between rounds nothing changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from collectives.codec_cost import Candidate, CodecSpeed, DenseLoad, candidates, plain
+from collectives.cost import Link
+from collectives.errors import CollectiveMismatch
+from collectives.planner import OPTIMISM, SWITCH_GAIN, TRIALS, WINDOW
+
+USE_BELOW = 0.9
+MIN_SAVING_S = 20e-6
+MIN_EXPOSED_SHARE = 0.1
+"""Agarwal et al., MLSys'22: below this share of the step, gradient compression did not pay."""
+
+MIN_STEPS = 5
+"""Plain steps before a codec is tried; the first of a run pay for buffers and code generation."""
+EVERY_CALL_UNTIL = 16
+ROUND_CALLS = 50
+"""Calls between two rounds once a stretch has settled."""
+HOLD_CALLS = 200
+"""A settled choice stays this long unless a guard speaks."""
+CANARY_CALLS = 200
+MAX_NONFINITE = 8
+"""Non-finite results in a row; a loss scaler that looks for its scale produces a few."""
+MAX_RESIDUAL_RATIO = 10.0
+
+MAX_RELATIVE_ERROR: Mapping[str, float] = {"bf16": 0.02, "fp16": 0.02, "int8b": 0.1, "fp8b": 0.2, "int4b": 0.5}
+"""Against the exact mean, for single steps without a residual; several times what the codec does on gradients."""
+COARSENESS = ("bf16", "fp16", "int8b", "fp8b", "int4b", "eb", "eb_sum", "sq", "topk", "powersgd", "sign", "randomk")
+"""From fine to coarse: a demotion allows what is left of the codec it bans."""
+
+RECORD_FIELDS = ("digest", "time_ns", "bytes", "exposed_ns", "step_ns", "error_ppm", "residual_ppm", "nonfinite")
+
+
+@dataclass(frozen=True)
+class DenseChoice:
+    """What reduces a stretch now. predicted_s: the model, corrected by what was measured; plain_s: the same without a
+    codec. alternatives: corrected seconds by key."""
+
+    candidate: Candidate
+    predicted_s: float
+    plain_s: float
+    reason: str
+    alternatives: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_off(self) -> bool:
+        return self.candidate.codec == "off"
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """Communication that the backward pass does not hide, in seconds per step, under plain reductions."""
+
+    exposed_s: float
+    step_s: float
+
+    @property
+    def share(self) -> float:
+        return self.exposed_s / self.step_s if self.step_s > 0 else 0.0
+
+
+def choose_codec(
+    found: Sequence[Candidate],
+    baseline: Candidate,
+    exposure: Exposure | None,
+    correction: Mapping[str, float] | None = None,
+    current: str = "off",
+    *,
+    fixed: bool = False,
+) -> DenseChoice:
+    """The reduction with the least expected time if it is worth it, otherwise "off" with the reason; a pure function.
+
+    found: what policy, support and memory allow. exposure: None while it is not known. correction: observed over
+    modelled seconds by key; the plain reduction's, where known, also stands for candidates not yet measured.
+    """
+    known = correction or {}
+    bias = known.get("off", 1.0)
+
+    def likely_s(c: Candidate) -> float:
+        return c.model_s * known.get(c.key, bias)
+
+    def hoped_s(c: Candidate) -> float:
+        return likely_s(c) * (OPTIMISM if known and c.key not in known else 1.0)
+
+    plain_s, times = likely_s(baseline), {c.key: likely_s(c) for c in found}
+
+    def choice(c: Candidate, reason: str) -> DenseChoice:
+        return DenseChoice(c, likely_s(c), plain_s, reason, times)
+
+    if not found:
+        return choice(baseline, "no codec is allowed")
+    if fixed:  # by the model alone, so that a run can be repeated
+        return choice(min(found, key=lambda c: c.model_s), "set by the policy")
+    best = min(found, key=hoped_s)
+    if exposure is None:
+        return choice(baseline, "measuring the plain reduction")
+    if exposure.share < MIN_EXPOSED_SHARE:
+        return choice(baseline, f"communication is hidden: {exposure.share:.1%} of the step is exposed")
+    kept = next((c for c in found if c.key == current), None)
+    if kept is not None and hoped_s(best) >= SWITCH_GAIN * hoped_s(kept):
+        best = kept
+    saving_s = min(plain_s - hoped_s(best), exposure.exposed_s)
+    if hoped_s(best) >= USE_BELOW * plain_s or saving_s <= MIN_SAVING_S:
+        return choice(baseline, f"{best.key} would take {likely_s(best) * 1e3:.3g} of {plain_s * 1e3:.3g} ms")
+    if known and best.key not in known:
+        return choice(best, f"trial: {likely_s(best) * 1e3:.3g} ms by the model, {plain_s * 1e3:.3g} ms without")
+    return choice(best, f"{likely_s(best) * 1e3:.3g} ms instead of {plain_s * 1e3:.3g} ms")
+
+
+@dataclass
+class _Spent:
+    """What this rank saw since the last round."""
+
+    seconds: list[float] = field(default_factory=list)
+    num_bytes: int = 0
+    relative_error: float = 0.0
+    residual_ratio: float = 0.0
+    num_nonfinite: int = 0
+
+
+@dataclass
+class _Stretch:
+    """State of one stretch. All but `spent` and `choice` is equal on all ranks and goes into the digest."""
+
+    current: str = "off"
+    model_s: float = 0.0
+    calls: int = 0
+    held_until: int = 0
+    ratios: dict[str, list[float]] = field(default_factory=dict)
+    num_observed: dict[str, int] = field(default_factory=dict)
+    banned: list[str] = field(default_factory=list)
+    exposed_ns: int = 0
+    step_ns: int = 0
+    residual_ratio: float = 0.0
+    relative_error: float = 0.0
+    observed_s: float = 0.0
+    observed_bytes: int = 0
+    spent: _Spent = field(default_factory=_Spent)
+    choice: DenseChoice | None = None
+
+    def correction(self) -> dict[str, float]:
+        return {key: median(ratios) for key, ratios in self.ratios.items() if self.num_observed[key] >= TRIALS}
+
+    def exposure(self) -> Exposure | None:
+        return Exposure(self.exposed_ns / 1e9, self.step_ns / 1e9) if self.step_ns else None
+
+    def shared(self) -> dict[str, Any]:
+        local = ("spent", "choice")
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in local}
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What the planner knows of a stretch of parameters that lie side by side in a bucket."""
+
+    label: str
+    codecs: tuple[str, ...]
+    load: DenseLoad
+    fixed: bool = False
+
+
+class DensePlanner:
+    """Decides per stretch, by label. One per hook; not thread-safe.
+
+    A call is `round_due` -> (at a round: `record` -> exchange -> `settle` -> `decide`) -> the reduction -> `observe`.
+    """
+
+    def __init__(self, link: Link):
+        self.link = link
+        self.events: list[str] = []
+        """What departed from the plan, with label and reason; equal on all ranks."""
+        self._stretches: dict[str, _Stretch] = {}
+        self._exposures: list[Exposure] = []
+        self.all_off = True
+        """No stretch of the running step carries a codec, so that what is exposed is that of plain reductions."""
+
+    def note_step(self, exposed_s: float, step_s: float) -> None:
+        """One backward pass is over: what this rank waited for communication at its end, and the time of the step."""
+        if self.all_off:
+            self._exposures = [*self._exposures, Exposure(exposed_s, step_s)][-MIN_STEPS:]
+        self.all_off = True
+
+    def round_due(self, label: str) -> bool:
+        """Whether this call starts with an exchange of figures."""
+        calls = self._of(label).calls
+        return calls < EVERY_CALL_UNTIL or calls % ROUND_CALLS == 0
+
+    def canary_due(self, label: str) -> bool:
+        """Whether to compare this call's result with the exact mean: one stretch at a time, in turn."""
+        order, stretch = list(self._stretches), self._of(label)
+        turn = stretch.calls // CANARY_CALLS % len(order) == order.index(label)
+        first = not stretch.num_observed.get(stretch.current) and not stretch.spent.seconds
+        return stretch.current != "off" and (first or (turn and stretch.calls % CANARY_CALLS == 0))
+
+    def choice(self, label: str) -> DenseChoice:
+        """The choice that holds for `label`, after its first round."""
+        chosen = self._of(label).choice
+        assert chosen is not None
+        return chosen
+
+    def needs_choice(self, label: str) -> bool:
+        """Whether nothing was decided since the start or the last `load_state_dict`."""
+        return self._of(label).choice is None
+
+    def record(self, label: str) -> list[int]:
+        """This rank's part of a round: int64 by `RECORD_FIELDS`."""
+        stretch = self._of(label)
+        text = json.dumps([label, stretch.shared()], sort_keys=True).encode()
+        spent = stretch.spent
+        seen = self._exposures
+        return [
+            int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big"),
+            round(median(spent.seconds) * 1e9) if spent.seconds else 0,
+            spent.num_bytes,
+            round(median(e.exposed_s for e in seen) * 1e9) if len(seen) >= MIN_STEPS else -1,
+            round(median(e.step_s for e in seen) * 1e9) if len(seen) >= MIN_STEPS else 0,
+            _ppm(spent.relative_error),
+            _ppm(spent.residual_ratio),
+            spent.num_nonfinite,
+        ]
+
+    def settle(self, label: str, table: np.ndarray) -> None:
+        """Take in the gathered records (int64 [n, 8]). Raises CollectiveMismatch where the ranks' states differ.
+
+        The wait of a rank holds its peers' delay too, so the rank that waited least shows what is exposed.
+        """
+        odd = np.flatnonzero(table[:, 0] != table[0, 0]).tolist()
+        if odd:
+            raise CollectiveMismatch(
+                f"gradient of {label}: the planner's state on rank(s) {odd} differs from rank 0's. Load the same "
+                f"state_dict on all ranks, and use the same policy and versions everywhere."
+            )
+        worst = dict(zip(RECORD_FIELDS, map(int, table.max(axis=0)), strict=True))
+        stretch = self._of(label)
+        if (least := int(table[:, 3].min())) >= 0:
+            stretch.exposed_ns, stretch.step_ns = least, worst["step_ns"]
+        if worst["time_ns"]:
+            self._note_time(stretch, worst["time_ns"] / 1e9, worst["bytes"])
+        reason = self._violation(stretch, worst)
+        if reason:
+            self._demote(label, stretch, reason)
+        stretch.spent = _Spent()
+
+    def _note_time(self, stretch: _Stretch, seconds: float, num_bytes: int) -> None:
+        stretch.observed_s, stretch.observed_bytes = seconds, num_bytes
+        seen = stretch.num_observed[stretch.current] = stretch.num_observed.get(stretch.current, 0) + 1
+        if seen > 1 and stretch.model_s > 0:
+            ratios = stretch.ratios.setdefault(stretch.current, [])
+            ratios.append(seconds / stretch.model_s)
+            del ratios[:-WINDOW]
+
+    def _violation(self, stretch: _Stretch, worst: Mapping[str, int]) -> str:
+        """Why the current codec must go, or nothing."""
+        codec, before = stretch.current.partition("/")[0], stretch.residual_ratio
+        if codec == "off":
+            return ""
+        stretch.residual_ratio, error = worst["residual_ppm"] / 1e6, worst["error_ppm"] / 1e6
+        stretch.relative_error = error or stretch.relative_error
+        limit = MAX_RELATIVE_ERROR.get(codec)
+        if limit is not None and error > limit:
+            return f"relative error {error:.3g}, at most {limit} expected"
+        if stretch.residual_ratio > MAX_RESIDUAL_RATIO and stretch.residual_ratio > before:
+            return f"residual {stretch.residual_ratio:.3g} times the gradient and growing"
+        if worst["nonfinite"] >= MAX_NONFINITE:
+            return f"{worst['nonfinite']} results in a row were not finite"
+        return ""
+
+    def _demote(self, label: str, stretch: _Stretch, reason: str) -> None:
+        codec = stretch.current.partition("/")[0]
+        stretch.banned = sorted({*stretch.banned, *COARSENESS[COARSENESS.index(codec) :]})
+        stretch.held_until = 0
+        self.events.append(f"{label}: {codec} taken back at call {stretch.calls}: {reason}")
+
+    def decide(self, stretch: Stretch, speeds: Mapping[str, CodecSpeed]) -> DenseChoice:
+        """Choose what reduces the stretch from now on; at a round, after `settle`."""
+        state = self._of(stretch.label)
+        baseline, allowed = plain(stretch.load, self.link), [c for c in stretch.codecs if c not in state.banned]
+        found = list(candidates(allowed, stretch.load, self.link, speeds))
+        before, known = state.current, state.correction()
+        choice = choose_codec(found, baseline, state.exposure(), known, before, fixed=stretch.fixed)
+        if stretch.codecs and not found:
+            why = f"{', '.join(state.banned)} taken back" if state.banned else "the memory budget leaves no codec"
+            choice = replace(choice, reason=why)
+        kept = next((c for c in [baseline, *found] if c.key == before), None)
+        on_trial = 0 < state.num_observed.get(before, 0) < TRIALS
+        if kept is not None and not stretch.fixed and (on_trial or state.calls < state.held_until):
+            reason = state.choice.reason if state.choice is not None else choice.reason
+            choice = replace(choice, candidate=kept, predicted_s=kept.model_s * known.get(kept.key, 1.0), reason=reason)
+        elif choice.candidate.key != before:
+            if before != "off":
+                self.events.append(f"{stretch.label}: {before} replaced by {choice.candidate.key}: {choice.reason}")
+            if state.calls >= EVERY_CALL_UNTIL:
+                state.held_until = state.calls + HOLD_CALLS
+        state.current, state.model_s, state.choice = choice.candidate.key, choice.candidate.model_s, choice
+        return choice
+
+    def observe(
+        self, label: str, seconds: float, num_bytes: int, *, relative_error: float, residual_ratio: float, finite: bool
+    ) -> None:
+        """Note what the call took on this rank; 0 stands for an error or ratio that was not measured."""
+        stretch = self._of(label)
+        spent = stretch.spent
+        spent.seconds.append(seconds)
+        spent.num_bytes = num_bytes
+        spent.relative_error = max(spent.relative_error, relative_error)
+        spent.residual_ratio = residual_ratio or spent.residual_ratio
+        spent.num_nonfinite = 0 if finite else spent.num_nonfinite + 1
+        stretch.calls += 1
+        self.all_off &= stretch.current == "off"
+
+    def measured(self) -> dict[str, tuple[DenseChoice, float, int, float, float]]:
+        """By label: choice, observed seconds and bytes, relative error, residual ratio, as agreed at the last round."""
+        return {
+            label: (s.choice, s.observed_s, s.observed_bytes, s.relative_error, s.residual_ratio)
+            for label, s in self._stretches.items()
+            if s.choice is not None
+        }
+
+    def exposure(self) -> Exposure | None:
+        """What all ranks last agreed to be exposed under plain reductions."""
+        return next((e for s in self._stretches.values() if (e := s.exposure()) is not None), None)
+
+    def plan_hash(self) -> str:
+        """Twelve hex digits over the choices of all stretches."""
+        plan = json.dumps({label: s.current for label, s in self._stretches.items()}, sort_keys=True)
+        return hashlib.blake2b(plan.encode(), digest_size=6).hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values, equal on all ranks."""
+        return {
+            "size": self.link.size,
+            "stretches": {label: deepcopy(stretch.shared()) for label, stretch in self._stretches.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`, on all ranks alike. With another number of ranks only the bans still hold."""
+        same_size = state["size"] == self.link.size
+        self._stretches = {
+            label: _Stretch(**deepcopy(s)) if same_size else _Stretch(banned=list(s["banned"]))
+            for label, s in state["stretches"].items()
+        }
+
+    def _of(self, label: str) -> _Stretch:
+        return self._stretches.setdefault(label, _Stretch())
+
+
+def _ppm(value: float) -> int:
+    return round(min(value, 1e9) * 1e6) if value == value else round(1e15)
