@@ -26,7 +26,7 @@ def all_gather(
 
     The tensors may have different lengths, known to all. The own part is replaced by its decoded form.
     """
-    rank, space = transport.rank, workspace or Workspace()
+    rank, space = transport.rank, workspace or Workspace(outputs[transport.rank].device)
     codec = codec.for_tensor(outputs[rank])
     bounds = [_bound(codec, out) for out in outputs]
     own = outputs[rank]
@@ -44,7 +44,7 @@ def broadcast(
     x: Tensor, codec: Codec, transport: Transport, *, root: int = 0, seed: int = 0, workspace: Workspace | None = None
 ) -> Flag:
     """Replace x on every rank, root included, by the decoded packet of root's x."""
-    space = workspace or Workspace()
+    space = workspace or Workspace(x.device)
     bound = _bound(codec, x)
     packet = space.take("outgoing", bound)
     if transport.rank == root and x.numel():
@@ -75,7 +75,7 @@ def all_to_all(
 
     What stays on the rank goes through the codec as well, so that the placement of a value does not change it.
     """
-    space = workspace or Workspace()
+    space = workspace or Workspace(inputs[transport.rank].device)
     codecs = [codec.for_tensor(x) for x in inputs]
     outgoing = space.packets("outgoing", [_bound(codec, x) for x in inputs])
     for peer, x in enumerate(inputs):
@@ -103,7 +103,7 @@ def point_to_point(
 
     All ranks call it together, those without a neighbour with empty mappings.
     """
-    nothing = torch.empty(0)
+    nothing = torch.empty(0, device=next(iter([*sends.values(), *recvs.values()]), torch.empty(0)).device)
     ranks = range(transport.size)
     inputs = [sends.get(peer, nothing) for peer in ranks]
     outputs = [recvs.get(peer, nothing) for peer in ranks]

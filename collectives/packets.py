@@ -17,17 +17,20 @@ from collectives.codecs.codec import pad16
 from collectives.errors import WireFormatError
 from collectives.transport import Parcel, Transport, all_gather_records, others
 
+CPU = torch.device("cpu")
+
 
 @dataclass
 class Workspace:
     """Buffers kept between calls, by use; they only grow. One per tensor or bucket; not for two calls at once."""
 
+    device: torch.device = CPU
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, use: str, num_bytes: int) -> Tensor:
         """A flat uint8 tensor of `num_bytes`, contents undefined."""
         if use not in self.buffers or self.buffers[use].numel() < num_bytes:
-            self.buffers[use] = torch.empty(num_bytes, dtype=torch.uint8)
+            self.buffers[use] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self.buffers[use][:num_bytes]
 
     def packets(self, use: str, sizes: Sequence[int]) -> list[Tensor]:

@@ -127,7 +127,7 @@ def two_shot(
     encode. seed: equal on all ranks, new for each tensor and step (`derive_seed(seed, step, name)`).
     Bytes sent per rank: 2(n-1)/n of the packet of the whole tensor.
     """
-    scale, space = _scale(op, transport.size, weights), workspace or Workspace()
+    scale, space = _scale(op, transport.size, weights), workspace or Workspace(x.device)
     job = _Job(codec.for_tensor(x), codec, transport, weights, scale, residual, owner_residual, seed, space)
     return _run(x, job, op, _two_shot_parts if codec.fixed_size else _two_shot_sized)
 
@@ -208,7 +208,7 @@ def reduce_scatter(
 
     x is left as it was. The flags are those of this rank's chunk alone. Bytes sent per rank: (n-1)/n of the packet.
     """
-    codec, space = codec.for_tensor(x), workspace or Workspace()
+    codec, space = codec.for_tensor(x), workspace or Workspace(x.device)
     job = _Job(codec, codec, transport, weights, _scale(op, transport.size, weights), residual, None, seed, space)
     flat, cuts = x.reshape(-1).float(), Chunks.of(x.numel(), transport.size, 1)
     spans = [cuts.whole(r) for r in range(transport.size)]
@@ -239,7 +239,7 @@ def one_shot(
     """
     codec = codec.for_tensor(x)
     scale = _scale(op, transport.size, weights)
-    job = _Job(codec, codec, transport, weights, scale, residual, None, seed, workspace or Workspace())
+    job = _Job(codec, codec, transport, weights, scale, residual, None, seed, workspace or Workspace(x.device))
     return _run(x, job, op, _one_shot)
 
 
@@ -268,7 +268,15 @@ def recursive_doubling(
     if transport.size & (transport.size - 1):
         raise ConfigError(f"recursive doubling needs a power of two of ranks, not {transport.size}; use two_shot")
     job = _Job(
-        codec, codec, transport, None, _scale(op, transport.size, None), None, None, seed, workspace or Workspace()
+        codec,
+        codec,
+        transport,
+        None,
+        _scale(op, transport.size, None),
+        None,
+        None,
+        seed,
+        workspace or Workspace(x.device),
     )
     return _run(x, job, op, _doubling)
 
@@ -311,7 +319,7 @@ def homomorphic(
         raise ConfigError(f"{codec.name} adds integers, so weights must be 0 or 1; got {list(weights)}; use two_shot")
     agreed = codec.agree(x, transport)
     scale = _scale(op, transport.size, weights)
-    job = _Job(agreed, agreed, transport, weights, scale, residual, None, 0, workspace or Workspace())
+    job = _Job(agreed, agreed, transport, weights, scale, residual, None, 0, workspace or Workspace(x.device))
     return _run(x, job, op, _homomorphic)
 
 
@@ -336,7 +344,7 @@ def native(x: Tensor, codec: Codec, transport: Transport, *, op: Op = "sum", see
     """All-reduce of a linear codec by the backend itself, which adds in the wire type. All ranks use one seed."""
     if not codec.linear:
         raise ConfigError(f"{codec.name} is not linear: its packets cannot be added by the backend; use two_shot")
-    job = _Job(codec, codec, transport, None, _scale(op, transport.size, None), None, None, seed, Workspace())
+    job = _Job(codec, codec, transport, None, _scale(op, transport.size, None), None, None, seed, Workspace(x.device))
 
     def body(x: Tensor, job: _Job) -> Flag:
         # Dividing before the cast keeps a mean in range at every hop of the backend's ring.
@@ -373,10 +381,10 @@ def two_hop(
     members = range(node * ranks_per_node, (node + 1) * ranks_per_node)
     inside = SubTransport(transport, list(members))
     between = SubTransport(transport, list(range(place, size, ranks_per_node)))
-    scale, space = _scale(op, size, weights), workspace or Workspace()
+    scale, space = _scale(op, size, weights), workspace or Workspace(x.device)
     flat = x.view(-1).float()
     cuts = Chunks.of(flat.numel(), ranks_per_node, 1)
-    shard = torch.empty(_numel(cuts.whole(place)), dtype=torch.float32)
+    shard = torch.empty(_numel(cuts.whole(place)), dtype=torch.float32, device=x.device)
     node_weights = None if weights is None else [weights[r] for r in members]
     flags = reduce_scatter(
         flat,

@@ -106,6 +106,10 @@ def packet_flags(packet: Tensor) -> Flag:
 
 def packet_bytes(packet: Tensor) -> Array:
     """Zero-copy uint8 view of a packet; a copy where its address is not a multiple of 16 (typed views need that)."""
+    if not packet.is_cpu:
+        raise ConfigError(
+            f"this operation has no CUDA kernel, and the packet is on {packet.device}; move it to the CPU"
+        )
     array: Array = packet.numpy()
     return array.copy() if array.ctypes.data % ALIGN_BYTES else array
 

@@ -165,8 +165,8 @@ def hashed_split(
     num = ids.numel()
     owners = torch.empty(num, dtype=torch.int32, device=ids.device)
     slots = torch.empty(num, dtype=torch.int64, device=ids.device)
-    args = (ids, np.int64(num), np.uint64(num_positions), np.uint32(num_owners), *network, owners, slots)
-    launch("hashed_split", blocks_for(num, THREADS), THREADS, args, like=ids)
+    args: list[Argument] = [ids, np.int64(num), np.uint64(num_positions), np.uint32(num_owners)]
+    launch("hashed_split", blocks_for(num, THREADS), THREADS, [*args, *network, owners, slots], like=ids)
     return owners, slots
 
 

@@ -487,7 +487,9 @@ DEVICE void sum_tile(const Source* sources, i32 num_sources, Tile t, float scale
         F::decode(packet.scales, packet.payload, t, d);
         for (int i = 0; i < EACH; i++) sum[i] = __fadd_rn(sum[i], __fmul_rn(d[i], sources[s].weight));
     }
-    for (int i = 0; i < EACH; i++) sum[i] = quiet(__fmul_rn(sum[i], scale));
+    // What fills up the last tile counts as zero: its codes are not in the packets.
+    for (int i = 0; i < EACH; i++)
+        sum[i] = t.place(i / 4) + i % 4 < t.n ? quiet(__fmul_rn(sum[i], scale)) : 0.0f;
 }
 
 template <class F>

@@ -92,7 +92,7 @@ class DenseRing:
         else:
             two_shot_all_reduce(transport, DENSE, dense.view(-1), op)
         with work.timed("assemble"):
-            result = gather_rows(dense, union, torch.empty((len(union), rows.width), dtype=dense.dtype))
+            result = gather_rows(dense, union, dense.new_empty((len(union), rows.width)))
         if op == "mean" and dense.dtype == torch.float32:
             result.div_(transport.size)
         return SparseRows(union, result, rows.num_rows)

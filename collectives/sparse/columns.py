@@ -94,7 +94,7 @@ class ColumnSplit:
                     total.finish(op, transport.size)
                 for peer in others(transport):
                     pull.send(peer, blocks[rank])
-                result = torch.empty((len(union), width), dtype=rows.values.dtype)
+                result = rows.values.new_empty((len(union), width))
                 result[:, own] = blocks[rank]
                 for parcel in pull.arrivals():
                     with work.timed("assemble"):
@@ -136,7 +136,7 @@ class AllGatherSparse:
             ]
             with work.timed("union"):
                 union, positions = union_ids(lists, rows.num_rows)
-            total = RankOrderSum(torch.empty((len(union), rows.width), dtype=rows.values.dtype), work)
+            total = RankOrderSum(rows.values.new_empty((len(union), rows.width)), work)
             for w, values in enumerate(in_rank_order(arrivals, rows.values, transport)):
                 with work.timed("sum"):
                     total.add(positions[w], values)

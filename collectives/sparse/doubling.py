@@ -84,8 +84,8 @@ class RecursiveDoubling:
     def _meet(self, held: SparseRows, meeting: Meeting | None, transport: Transport, tag: str) -> SparseRows | None:
         """One round: a count, then the message. Ranks that sit out open empty exchanges, to stay in step."""
         work, width, dtype = Workspace.of(transport), held.width, held.values.dtype
-        count = torch.tensor([len(held.ids)], dtype=torch.int64)
-        theirs = torch.zeros(1, dtype=torch.int64)
+        count = torch.tensor([len(held.ids)], dtype=torch.int64, device=held.ids.device)
+        theirs = torch.zeros_like(count)
         takes, gives = meeting is not None and meeting.takes, meeting is not None and meeting.gives
         peer = meeting.peer if meeting else transport.rank
         with transport.exchange(METADATA, [Parcel(peer, theirs)] if takes else []) as exchange:

@@ -103,7 +103,7 @@ def _from_parts(
         raise GradientError(f"'{name}': values beside indices must be dense, not {values.layout}")
     count = indices.shape[-1] if indices.dim() else 0
     if indices.dim() == 2 and indices.shape[0] == len(shape) > 1:
-        ids = torch.zeros(count, dtype=torch.int64)
+        ids = torch.zeros(count, dtype=torch.int64, device=indices.device)
         for axis, dim in enumerate(shape):
             ids = ids * dim + _checked_ids(indices[axis], dim, f"indices of dimension {axis}", name)
         num_rows, row_shape = prod(shape), shape[:0]

@@ -143,7 +143,7 @@ def _reduce_shard(rows: SparseRows, parts: Sequence[Shard], node: Transport) -> 
             exchange.send(peer, dense(parts[peer], f"node{peer}"))
         arrivals = exchange.arrivals()
         touched = [decode_bitmap(part) for part in in_rank_order(arrivals, bitmap, node)]
-        total = torch.zeros(mine.shape, dtype=torch.float32)
+        total = torch.zeros(mine.shape, dtype=torch.float32, device=mine.device)
         for part in in_rank_order(arrivals, mine, node):
             total.add_(part)
     ids = rows_of_shard(union_ids(touched, rows.num_rows)[0], own)

@@ -59,7 +59,7 @@ def cut_ids(ids: Tensor, units_per_row: int) -> Tensor:
     """Ids of the units of each row: int64 [k * units_per_row], sorted where `ids` are."""
     if units_per_row == 1:
         return ids
-    return (ids[:, None] * units_per_row + torch.arange(units_per_row)).view(-1)
+    return (ids[:, None] * units_per_row + torch.arange(units_per_row, device=ids.device)).view(-1)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class PushPull:
                     pull.send(peer, blocks[rank])
                 with work.timed("union"):
                     union, places = union_ids([owners.join(j, s) for j, s in enumerate(slots_of)], num_units)
-                result = torch.empty((len(union), unit), dtype=dtype)
+                result = rows.values.new_empty((len(union), unit))
                 scatter_rows(result, places[rank], blocks[rank])
                 for parcel in pull.arrivals():
                     with work.timed("assemble"):
@@ -130,7 +130,7 @@ class PushPull:
         else:
             mine, dtype = owned.to(plain), plain
             lengths = all_gather_records(transport, METADATA, [len(owned)])[:, 0].tolist()
-        coded = [torch.empty(length, dtype=dtype) for length in lengths]
+        coded = [torch.empty(length, dtype=dtype, device=owned.device) for length in lengths]
         with transport.exchange(PULL, [Parcel(j, coded[j]) for j in others(transport)]) as exchange:
             for peer in others(transport):
                 exchange.send(peer, mine)

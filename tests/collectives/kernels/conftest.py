@@ -27,7 +27,7 @@ FLAGS = (
     *("-ffp-contract=off", "-fwrapv"),
     *("-U_FORTIFY_SOURCE", "-fcf-protection=none"),  # libc and CET object to jumps between stacks
 )
-SANITIZER_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+SANITIZER_FLAGS = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 SANITIZE = "ZENRAY_SHIM_SANITIZE"
 CACHE = Path(tempfile.gettempdir()) / f"zenray-shim-{os.getuid()}"
 
@@ -43,7 +43,7 @@ class ShimModule:
         exports = "\n".join(f"SHIM_EXPORT({name})" for name in self.names)
         flags = [*FLAGS, *options]
         key = hashlib.sha256("\0".join([code, SHIM.read_text(), *flags]).encode()).hexdigest()[:24]
-        path = CACHE / f"{key}.so"
+        self.path = path = CACHE / f"{key}.so"
         if not path.exists():
             CACHE.mkdir(parents=True, exist_ok=True)
             unfinished = CACHE / f"{key}.{os.getpid()}.tmp"

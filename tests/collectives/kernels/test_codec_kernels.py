@@ -83,9 +83,9 @@ def test_packets_and_decoded_values_are_those_of_numpy(codec: Codec, order: int,
             assert same(added, sums), (numel, name)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_error_feedback_and_sums_are_those_of_numpy(codec: Codec, order: int, as_gpu: AsGpu) -> None:
-    twin, numel = codec.twin(), 8193
+@pytest.mark.parametrize(("order", "numel"), [(0, 8201), (1, 9), (7, 8201)])
+def test_error_feedback_and_sums_are_those_of_numpy(codec: Codec, order: int, numel: int, as_gpu: AsGpu) -> None:
+    twin = codec.twin()
     found = cases(numel)
     for name in ("normal", "nan", "huge"):
         ours, theirs = torch.full((numel,), 0.25), torch.full((numel,), 0.25)
