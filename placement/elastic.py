@@ -3,8 +3,8 @@
 Every round each job offers its configurations with a value, and `allocation.allocate` finds the most valuable set that
 fits. The value of a configuration is the speed it gives, as a share of the job's best, weighted by how soon the job can
 be done: short work first lowers the mean completion time, the low power of the weight keeps long jobs from starving. A
-move is charged with its restart, as measured, over the time in which it can pay back. Jobs of one class share what ran, so that a second job of a
-class starts at a size that the first one had to find.
+move is charged with its restart, as measured, over the time in which it can pay back. Jobs of one class share what ran,
+so that a second job of a class starts at a size that the first one had to find.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ HORIZON_S = 2400.0
 """Over how long a restart must pay back at most; less if the job ends sooner."""
 WEIGHT_POWER = 0.3
 """0: all jobs count alike; 1: a job counts by the inverse of the work it has left."""
+SPEED_POWER = 0.6
+"""Below 1 speed pays less the more of it a job has, which spreads GPUs over jobs when they are short."""
 MIN_LEFT_S = 60.0
 """Jobs with less left than this count alike."""
 
@@ -51,12 +53,13 @@ def config_values(
     if not usable.any():
         return np.zeros(len(goodput))
     best = goodput.max()
-    value: np.ndarray = goodput * max(progress_left / best, MIN_LEFT_S) ** -WEIGHT_POWER / best
     share = np.full(len(goodput), factor)
     if present >= 0:
         share *= move_share(progress_left / np.maximum(goodput, 1e-12), restart_s)
         share[present] = 1.0
-    return np.where(usable, value * share, 0.0)
+    weight = max(progress_left / best, MIN_LEFT_S) ** -WEIGHT_POWER
+    value: np.ndarray = np.where(usable, weight * (share * goodput / best) ** SPEED_POWER, 0.0)
+    return value
 
 
 class Elastic:

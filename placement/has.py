@@ -56,6 +56,8 @@ class Queue(NamedTuple):
     """[S] plan of a running job, or -1."""
     finish_s: np.ndarray
     """[S] float64, predicted finish of a running job."""
+    placed_s: np.ndarray
+    """[S] float64, when a running job got its present cards."""
 
 
 class Hold(NamedTuple):
@@ -109,7 +111,7 @@ def dequeue(queue: Queue, slot: int) -> None:
 @njit(nogil=True, cache=True)
 def _start(queue: Queue, slot: int, option: int, now_s: float) -> None:
     dequeue(queue, slot)
-    queue.option[slot] = option
+    queue.option[slot], queue.placed_s[slot] = option, now_s
     queue.finish_s[slot] = now_s + queue.num_steps[slot] * queue.option_step_s[queue.class_of[slot], option]
 
 

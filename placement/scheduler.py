@@ -30,6 +30,17 @@ class Move:
     start: Start
 
 
+@dataclass(frozen=True)
+class RunningJob:
+    """A running job: its plan, the plans of its class, its predicted finish and when it got its present cards."""
+
+    job_id: str
+    option: PlanOption
+    options: tuple[PlanOption, ...]
+    finish_s: float
+    placed_s: float
+
+
 class Scheduler:
     """Queue, ledger and reservation of one cluster."""
 
@@ -85,17 +96,17 @@ class Scheduler:
     def finish(self, job_id: str, now_s: float) -> list[Start]:
         """A job ended or was cancelled, running or waiting: free its cards and start what may now fit."""
         slot = self._slot(job_id)
-        if job_id in self._moves:
-            self.end_move(job_id, now_s, done=False)
-        self._forget(job_id, slot)
-        if self._queue.option[slot] < 0:
-            self._unqueue(slot)
-            return []
-        num = finish_pass(
-            self.ledger.cells, self._queue, self._hold, slot, self._touched, self._open, now_s, self._placed,
-            self._nodes, self._takes,
-        )  # fmt: skip
-        return [self.start_of(int(s)) for s in self._placed[:num]]
+        if self._queue.option[slot] >= 0:
+            started = self._free(job_id, slot, now_s)
+        else:
+            if self._hold.slot[0] == slot:
+                drop_hold(self.ledger.cells, self._hold)
+            dequeue(self._queue, slot)
+            started = []
+        del self._jobs[job_id]
+        self._specs[slot] = None
+        self._spare.append(slot)
+        return started
 
     def tick(self, now_s: float) -> np.ndarray:
         """The full pass: start all that fits, renew the reservation. Returns the slots started, int32, by priority.
@@ -123,39 +134,32 @@ class Scheduler:
         assert spec is not None
         if self._queue.option[slot] < 0:
             raise PlacementError(f"job {job_id} is waiting; only a started job can fail")
-        if job_id in self._moves:
-            self.end_move(job_id, now_s, done=False)
-        num = finish_pass(
-            self.ledger.cells, self._queue, self._hold, slot, self._touched, self._open, now_s, self._placed,
-            self._nodes, self._takes,
-        )  # fmt: skip
-        started = [self.start_of(int(s)) for s in self._placed[:num]]
+        started = self._free(job_id, slot, now_s)
         enqueue(self._queue, slot)
         return started
 
     def node_lost(self, name: str, now_s: float) -> tuple[list[str], list[Start]]:
-        """A node is gone: jobs on it lose all their cards, whole, and queue again. Returns (those jobs, starts)."""
+        """A node is gone: jobs on it lose all their cards, whole, and queue again; moves to it are off.
+
+        Returns the jobs that lost their cards, and what starts on the cards that came free elsewhere.
+        """
         node = self._node(name)
         if self.ledger.cells.promised[node]:
             drop_hold(self.ledger.cells, self._hold)
-        shadows = {shadow: job for job, (shadow, _) in self._moves.items()}
         hit = self.ledger.owners(node)
-        for shadow in [s for s in hit if s in shadows]:
-            self.end_move(shadows[shadow], now_s, done=False)
-        slots = [s for s in hit if s not in shadows]
-        touched = np.zeros(len(self.ledger.pools), np.bool_)
-        jobs = []
-        for slot in slots:
-            spec = self._specs[slot]
-            assert spec is not None
-            if spec.job_id in self._moves:
-                self.end_move(spec.job_id, now_s, done=False)
-            release(self.ledger.cells, slot, touched)
-            self._queue.option[slot] = -1
-            enqueue(self._queue, slot)
-            jobs.append(spec.job_id)
         self.ledger.set_usable(node, 0)
-        self._open[:] = self._queue.pools @ touched
+        for job_id in [job_id for job_id, (shadow, _) in self._moves.items() if shadow in hit]:
+            self._cancel_move(job_id)
+        jobs = []
+        for slot in hit:
+            spec = self._specs[slot]
+            if spec is not None:
+                self._cancel_move(spec.job_id)
+                release(self.ledger.cells, slot, self._touched)
+                self._queue.option[slot] = -1
+                enqueue(self._queue, slot)
+                jobs.append(spec.job_id)
+        self._open[:] = True
         return jobs, self._run(now_s, may_reserve=False)
 
     def node_joined(self, name: str, now_s: float) -> list[Start]:
@@ -218,12 +222,22 @@ class Scheduler:
             c = self._queue.class_of[slot]
             speedup = self._queue.option_step_s[c, k] / self._queue.option_step_s[c, self._queue.option[slot]]
             self._queue.finish_s[slot] = now_s + left * speedup
-            self._queue.option[slot] = k
+            self._queue.option[slot], self._queue.placed_s[slot] = k, now_s
         self._touched[:] = False
         release(cells, shadow, self._touched)
         self._spare.append(shadow)
         self._open[:] = self._queue.pools @ self._touched
         return self._run(now_s, may_reserve=False)
+
+    def running(self) -> list[RunningJob]:
+        """What a resize policy needs of every job that runs and is not moving, by slot."""
+        queue, found = self._queue, []
+        for job_id, slot in self._jobs.items():
+            if queue.option[slot] >= 0 and job_id not in self._moves:
+                c = int(queue.class_of[slot])
+                finish_s, placed_s = float(queue.finish_s[slot]), float(queue.placed_s[slot])
+                found.append(RunningJob(job_id, self._plan(slot), self.classes[c].options, finish_s, placed_s))
+        return found
 
     def explain(self, job_id: str) -> Explanation:
         """Why a job waits: for each plan what is missing, where it is least, and whether waiting can help at all."""
@@ -259,6 +273,28 @@ class Scheduler:
         short = option.num_gpus - int((cells.num_free[mine] // group * group).sum())
         possible = int((widths // group * group).sum()) >= option.num_gpus
         return Blocker(option, f"GPUs in groups of {group}" if group > 1 else "GPUs", None, max(short, 0), possible)
+
+    def _free(self, job_id: str, slot: int, now_s: float) -> list[Start]:
+        """Take a running job's cards, and those of its move; start what may now fit."""
+        moved = self._cancel_move(job_id)
+        num = finish_pass(
+            self.ledger.cells, self._queue, self._hold, slot, self._touched, self._open, now_s, self._placed,
+            self._nodes, self._takes,
+        )  # fmt: skip
+        started = [self.start_of(int(s)) for s in self._placed[:num]]
+        if moved:
+            self._open[:] = True
+            started += self._run(now_s, may_reserve=False)
+        return started
+
+    def _cancel_move(self, job_id: str) -> bool:
+        """Give back the new cards of a move, if there is one."""
+        shadow, _ = self._moves.pop(job_id, (-1, -1))
+        if shadow < 0:
+            return False
+        release(self.ledger.cells, shadow, self._touched)
+        self._spare.append(shadow)
+        return True
 
     def _after_growth(self, node: int, now_s: float) -> list[Start]:
         self._open[:] = self._queue.pools[:, self.ledger.cells.pool[node]]
@@ -310,16 +346,6 @@ class Scheduler:
         enqueue(queue, slot)
         self._jobs[spec.job_id] = slot
 
-    def _forget(self, job_id: str, slot: int) -> None:
-        del self._jobs[job_id]
-        self._specs[slot] = None
-        self._spare.append(slot)
-
-    def _unqueue(self, slot: int) -> None:
-        if self._hold.slot[0] == slot:
-            drop_hold(self.ledger.cells, self._hold)
-        dequeue(self._queue, slot)
-
     def _resize_scratch(self) -> None:
         self._placed = np.zeros(len(self._queue.key) + 1, np.int32)
         self._nodes = np.zeros(len(self.ledger.nodes), np.int32)
@@ -356,6 +382,7 @@ def _tables(ledger: Ledger, classes: Sequence[JobClass]) -> tuple[list[list[Plan
     return [[option for option, _ in row] for row in rows], Queue(
         pool, gpus, group, memory_bytes, step_s, np.array([len(row) for row in rows], np.int32), pools, nobody,
         nobody.copy(), slots, slots.copy(), slots.copy(), times, times.copy(), times.copy(), slots.copy(), times.copy(),
+        times.copy(),
     )  # fmt: skip
 
 
@@ -365,7 +392,7 @@ def _more_slots(queue: Queue, num_slots: int) -> Queue:
         larger[: len(array)] = array
         return larger
 
-    names = ("after", "before", "class_of", "key", "submit_s", "num_steps", "option", "finish_s")
+    names = ("after", "before", "class_of", "key", "submit_s", "num_steps", "option", "finish_s", "placed_s")
     return queue._replace(**{name: grown(getattr(queue, name)) for name in names})
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from placement.errors import PlacementError
 from placement.jobs import JobClass, JobSpec, NodeSpec, PlanOption, order_options
 from placement.ledger import DETACHED, Ledger
+from placement.resize import propose_moves
 from placement.scheduler import Scheduler
 
 GIB = 1 << 30
@@ -317,3 +318,22 @@ def test_options_are_ordered_by_goodput_per_weighted_gpu():
     fast, lean = PlanOption("big", 8, 1, 50, 1.0), PlanOption("one", 1, 1, 20, 4.0)
     assert order_options([fast, lean], {"big": 2.0, "one": 1.0}) == (lean, fast)
     assert order_options([fast, lean], {"big": 0.4, "one": 1.0}) == (fast, lean)
+
+
+RESIZABLE = JobClass("r", tuple(PlanOption("big", n, 1, GIB, 8.0 / n) for n in (1, 2, 4, 8)))
+
+
+def test_resize_grows_into_idle_cards_only_when_it_pays_and_after_the_residence():
+    scheduler = Scheduler([NodeSpec(f"n{i}", "big", 8, GIB) for i in range(2)], [RESIZABLE])
+    scheduler.submit(JobSpec("long", "r", 1000, 0), 0)
+    scheduler.submit(JobSpec("short", "r", 90, 0), 0)
+    restarts = {"long": 100.0, "short": 700.0}
+    assert propose_moves(scheduler, 500, restarts) == [], "both got their cards less than 10 minutes ago"
+    assert propose_moves(scheduler, 650, {}) == [], "a restart of unknown cost is not begun"
+    moves = propose_moves(scheduler, 650, restarts)
+    assert moves == [("long", RESIZABLE.options[3])], "the short job would not win back its restart"
+    scheduler.begin_move(*moves[0])
+    assert propose_moves(scheduler, 650, restarts) == [], "one move at a time"
+    scheduler.end_move("long", 700, done=True)
+    check(scheduler, {job: scheduler.start_of(scheduler._jobs[job]) for job in ("long", "short")})
+    assert propose_moves(scheduler, 1200, restarts) == []
