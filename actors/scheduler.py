@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.job_run import MEMORY_ENDINGS, Assignment, Ending, JobNeeds, JobProgram, JobRun
 from actors.job_store import JobStore
 from actors.metrics import Metrics
+from actors.monitor import read_cards
 from actors.worker import Report, hide_gpus
 from placement.correction import Observation, moved
 from placement.data_plans import ModuleProfile, correction_key, data_plans, front, plan_key, predicted
@@ -37,13 +39,14 @@ log = logging.getLogger(__name__)
 
 MAX_LOSSES = 5
 """Worker groups that a job may lose for other reasons than memory."""
-PROFILE_S = 300.0
+CARDS_S = 30.0
 REFRESH_S = 1.0
 STALE_FACTOR = 0.01
 """Relative change of a correction beyond which waiting jobs are planned anew."""
 MAX_LADDER = 32
 MAX_HISTORY = 40
 S = JobState
+_LIGHT: dict[str, Any] = {"num_cpus": 0, "max_retries": 1}
 
 
 class JobScheduler:
@@ -111,7 +114,7 @@ class JobScheduler:
         with self._lock:
             entry, run = self._entry(job_id), self._runs.get(job_id)
             live = {} if run is None else {"step": run.step, "loss": run.loss, "peak_bytes": run.peak_bytes}
-            return {**entry.to_json(), "live": live, "explanation": self.explain(job_id)}
+            return {**entry.to_json(), "live": live, "explanation": self._explanation(entry)}
 
     @ray.method
     def jobs(self) -> list[dict[str, Any]]:
@@ -128,20 +131,7 @@ class JobScheduler:
     def explain(self, job_id: str) -> str:
         """Why a job is where it is: which resource it waits for, where, how much is missing, and what would help."""
         with self._lock:
-            entry = self._entry(job_id)
-            if entry.state is not S.QUEUED or self._core is None or job_id not in self._class_of:
-                return f"{entry.state}: {entry.reason}" if entry.reason else str(entry.state)
-            why = self._core.explain(job_id)
-            nearest, start_s = why.nearest, self._core.earliest_start_s(job_id)
-            if nearest is None:
-                return "QUEUED: the cluster as it is now can run none of its plans"
-            where = f", most of them on node {nearest.node[:8]}" if nearest.node else ""
-            when = "" if start_s is None else f"; not before {max(0.0, start_s - time.time()):.0f} s from now"
-            option = nearest.option
-            return (
-                f"QUEUED: {nearest.short_gpus} of {option.num_gpus} {option.gpu_type} are not free "
-                f"({nearest.resource}{where}){when}. {entry.reason}".rstrip()
-            )
+            return self._explanation(self._entry(job_id))
 
     @ray.method
     def inventory(self) -> list[dict[str, Any]]:
@@ -200,8 +190,8 @@ class JobScheduler:
             if key in self._store.profiles:
                 self._change(entry.job_id, "", state=S.PREDICTED)
             elif key not in self._profiling.values():
-                task = ray.remote(num_cpus=0, max_retries=1)(_profile).remote(self.program, dict(entry.request))
-                self._profiling[task] = key
+                task: Any = ray.remote(**_LIGHT)(_profile)
+                self._profiling[task.remote(self.program, dict(entry.request))] = key
         elif entry.state in (S.PREDICTED, S.QUEUED) and self._core is not None and entry.job_id not in self._class_of:
             self._plan(entry)
 
@@ -320,15 +310,11 @@ class JobScheduler:
 
     def _read_cards(self, node_ids: set[str]) -> None:
         """Ask NVML once on every node with GPUs."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        from actors.monitor import read_cards
-
         for node_id in node_ids - set(self._cards):
-            strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            task = ray.remote(num_cpus=0, scheduling_strategy=strategy)(read_cards).remote(node_id)
+            task: Any = ray.remote(**_LIGHT)(read_cards)
+            there = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
             try:
-                self._cards[node_id] = ray.get(task, timeout=30.0)
+                self._cards[node_id] = ray.get(there.remote(node_id), timeout=CARDS_S)
             except ray.exceptions.RayError as error:
                 log.warning("no card report from node %s: %s", node_id, error)
                 self._cards[node_id] = []
@@ -525,6 +511,21 @@ class JobScheduler:
     def _fail(self, job_id: str, reason: str) -> None:
         self._change(job_id, reason, state=S.FAILED, end_s=time.time())
         self._leave_core(job_id)
+
+    def _explanation(self, entry: JobEntry) -> str:
+        if entry.state is not S.QUEUED or self._core is None or entry.job_id not in self._class_of:
+            return f"{entry.state}: {entry.reason}" if entry.reason else str(entry.state)
+        nearest = self._core.explain(entry.job_id).nearest
+        if nearest is None:
+            return "QUEUED: the cluster as it is now can run none of its plans"
+        start_s = self._core.earliest_start_s(entry.job_id)
+        where = f", most free ones on node {nearest.node[:8]}" if nearest.node else ""
+        when = "" if start_s is None else f"; not before {max(0.0, start_s - time.time()):.0f} s from now"
+        option = nearest.option
+        return (
+            f"QUEUED: {nearest.short_gpus} of {option.num_gpus} {option.gpu_type} are missing "
+            f"({nearest.resource}{where}){when}. {entry.reason}".rstrip()
+        )
 
     # --- entries ------------------------------------------------------------------------------------------------------
 

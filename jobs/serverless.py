@@ -53,15 +53,11 @@ def cluster_of(config: ServerlessConfig, run: Run) -> Iterator[None]:
 def scheduler_of(folder: Path, patience_s: float) -> Iterator[Any]:
     """The queue's actor. Ray restarts it when it dies, and it goes on from its folder; ends with this process."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    actor_class = ray.remote(
-        name=SCHEDULER_NAME,
-        namespace=SCHEDULER_NAMESPACE,
-        num_cpus=0,
-        max_restarts=-1,
-        max_task_retries=3,
-        scheduling_strategy=here,
-    )(JobScheduler)
-    actor = actor_class.remote(str(folder), QueueProgram(), f"torch-{version('torch')}", patience_s)
+    actor_class: Any = ray.remote(JobScheduler)
+    options = {"max_restarts": -1, "max_task_retries": 3, "num_cpus": 0, "scheduling_strategy": here}
+    actor = actor_class.options(name=SCHEDULER_NAME, namespace=SCHEDULER_NAMESPACE, **options).remote(
+        str(folder), QueueProgram(), f"torch-{version('torch')}", patience_s
+    )
     try:
         yield actor
     finally:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collectives.policy import SyncPolicy
     from collectives.replicas import clip_grad_norm_
     from placement.errors import GangDoesNotFit, PlacementError
+    from zenray.planning import plan, predict_memory
+    from zenray.queue_client import QueueMissing
     from zenray.tracking import TrackingError
     from zenray.train import explain, prepare_model, sparse_all_reduce
 
@@ -27,6 +29,8 @@ _HOMES = {
     "explain": "zenray.train",
     "sparse_all_reduce": "zenray.train",
     "clip_grad_norm_": "collectives.replicas",
+    "predict_memory": "zenray.planning",
+    "plan": "zenray.planning",
     "SyncPolicy": "collectives.policy",
     "ZenrayError": "collectives.errors",
     "ConfigError": "collectives.errors",
@@ -43,6 +47,7 @@ _HOMES = {
     "WorkerTimeout": "actors.errors",
     "GroupStateError": "actors.errors",
     "CheckpointError": "actors.state",
+    "QueueMissing": "zenray.queue_client",
     "TrackingError": "zenray.tracking",
 }
 """Where each public name lives; read at its first use."""
@@ -58,6 +63,7 @@ __all__ = [
     "GroupStateError",
     "PeerLost",
     "PlacementError",
+    "QueueMissing",
     "SyncPolicy",
     "TrackingError",
     "WireFormatError",
@@ -67,6 +73,8 @@ __all__ = [
     "ZenrayError",
     "clip_grad_norm_",
     "explain",
+    "plan",
+    "predict_memory",
     "prepare_model",
     "sparse_all_reduce",
 ]

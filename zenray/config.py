@@ -87,6 +87,11 @@ def load(model: type[M], path: Path | None = None, overrides: Sequence[str] = ()
         raise ConfigError(_explain(model, error, path, lines)) from None
 
 
+def keys_of(path: Path) -> set[str]:
+    """The top-level keys of a file, unvalidated. Raises ConfigError if it is no YAML mapping."""
+    return set(_read_yaml(path)[0])
+
+
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         text = path.read_text(encoding="utf-8")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from placement.catalogue import GpuType, gpu_type
-from placement.plans import PINNABLE, Search
+from placement.plans import Search
 from placement.shapes import Attention, Experts, Loss, ModelShape, Optimizer, Recompute, Setup
-from zenray.config import Section
+from zenray.config import Section, keys_of, load
 
 WORKLOADS: Mapping[str, str] = {"byte_gpt": "jobs.workloads.byte_gpt:workload"}
 """What a job may train, by name: `module:function`, a function of the job file. Nothing else is imported by name."""
@@ -120,7 +120,7 @@ class PlanConfig(Section):
     batch: PositiveInt = 8
     seq: PositiveInt = 2048
     training: SetupSection = SetupSection()
-    cards: list[str] = Field(default=["A100-40", "A100-80", "H100", "H200"])
+    cards: list[str] = Field(default=["A100-40", "A100-80", "H100", "H200"], min_length=1)
     """Names of the catalogue."""
     max_gpus: PositiveInt = 64
     recompute: list[Recompute] = Field(default=["none", "selective", "full"])
@@ -129,9 +129,10 @@ class PlanConfig(Section):
     pin: dict[str, int] = Field(default_factory=dict)
     """Degrees that are fixed, such as {tensor: 2}."""
 
-    def gpus(self) -> tuple[GpuType, ...]:
-        """The cards. Raises ConfigError for an unknown name."""
-        return tuple(gpu_type(name) for name in self.cards)
+    @classmethod
+    def default_cards(cls) -> list[str]:
+        """The cards that are planned for where a file names none."""
+        return list(cls.model_fields["cards"].default)
 
     def setup(self) -> Setup:
         """The training setup as the predictor takes it."""
@@ -152,4 +153,7 @@ def job_of(request: Mapping[str, Any]) -> JobConfig:
     return JobConfig.model_validate(request, strict=False)
 
 
-__all__ = ["PINNABLE", "WORKLOADS", "JobConfig", "PlanConfig", "job_of", "request_of"]
+def load_job_or_plan(path: Path, overrides: Sequence[str]) -> JobConfig | PlanConfig:
+    """A file with a key that only jobs have is a job file, planned as the queue would; any other a plan file."""
+    only_jobs = set(JobConfig.model_fields) - set(PlanConfig.model_fields)
+    return load(JobConfig, path, overrides) if only_jobs & keys_of(path) else load(PlanConfig, path, overrides)

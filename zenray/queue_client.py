@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 
-from collectives.errors import ZenrayError
+from collectives.errors import ConfigError, ZenrayError
 
 SCHEDULER_NAME = "zenray/scheduler"
 SCHEDULER_NAMESPACE = "zenray"
@@ -15,6 +19,25 @@ CALL_S = 60.0
 
 class QueueMissing(ZenrayError):
     """No queue runs on the cluster."""
+
+
+@contextmanager
+def connected() -> Iterator[QueueClient]:
+    """The queue of the cluster of RAY_ADDRESS, or of the one on this host; connected while the block runs.
+
+    Raises QueueMissing, or ConfigError for an address of Ray Client.
+    """
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    if address.startswith("ray://"):
+        raise ConfigError(f"RAY_ADDRESS={address} is Ray Client; give the address of the cluster itself, HOST:PORT")
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ray.exceptions.RaySystemError) as error:
+        raise QueueMissing(f"no Ray cluster answers at {address}: {error}. Set RAY_ADDRESS, or start the queue.") from None
+    try:
+        yield QueueClient()
+    finally:
+        ray.shutdown()
 
 
 class QueueClient:

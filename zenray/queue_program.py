@@ -29,7 +29,7 @@ from placement.data_plans import ModuleProfile
 from placement.peaks import Peak
 from placement.shapes import ModelShape, Recompute
 from placement.speed import flops_per_token
-from placement.traced import predict_module
+from placement.traced import Device, predict_module
 from placement.watch import Alarm, Limits
 from zenray.job_config import WORKLOADS, JobConfig, job_of
 from zenray.train import prepare_model
@@ -92,7 +92,7 @@ class QueueProgram:
         job = job_of(request)
         workload = workload_of(job)
         most = min(job.batch, MOST_MICRO_BATCH)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device: Device = "cuda" if torch.cuda.is_available() else "cpu"
         smallest: dict[Recompute, Peak] = {}
         largest: dict[Recompute, Peak] = {}
         reserved = 1.0
@@ -191,8 +191,8 @@ class _Loop:
             verdict = monitor.step_end(step, due)
             if verdict.alarm is Alarm.CROSSING and step + 1 < job.steps:
                 alarm = (
-                    f"rank {self.context.rank}, step {step}: {verdict.peak_bytes} bytes, growing by {verdict.slope_bytes:.0f} a "
-                    f"step, pass {monitor.limits.capacity_bytes} at step {verdict.crossing_step}"
+                    f"rank {self.context.rank}, step {step}: {verdict.peak_bytes} bytes, growing by "
+                    f"{verdict.slope_bytes:.0f} a step, pass {monitor.limits.capacity_bytes} at step {verdict.crossing_step}"
                 )
             elif verdict.alarm is Alarm.ABOVE_UPPER and not noted:
                 noted = True

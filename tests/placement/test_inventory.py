@@ -5,7 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.errors import GangDoesNotFit, PlacementError
-from placement.inventory import NODE_ID_LABEL, Gang, Inventory, Node, Seat, find_obstacle, number_ranks, selects
+from placement.inventory import (
+    FAKE_RESOURCE,
+    NODE_ID_LABEL,
+    CardReport,
+    Gang,
+    Inventory,
+    Node,
+    Seat,
+    find_obstacle,
+    gpu_nodes,
+    number_ranks,
+    selects,
+)
 
 
 def node(name: str, cpus: float, free: float | None = None, gpus: float = 0, **labels: str) -> Node:
@@ -163,3 +175,59 @@ def test_ranks_are_a_permutation_and_the_same_for_every_order_of_the_seats(spots
     assert sorted(p.seat.bundle for p in places) == list(range(len(spots)))
     assert number_ranks(seats[::-1]) == places
     assert all(p.size == len(spots) for p in places)
+
+
+# --- cards ------------------------------------------------------------------------------------------------------------
+
+
+def card_node(resources: dict[str, float], **labels: str) -> Node:
+    return Node(
+        "id", "10.0.0.1", resources, resources, {f"zenray.io/{k.replace('_', '-')}": v for k, v in labels.items()}
+    )
+
+
+def reports(name: str, gib: float, count: int) -> list[CardReport]:
+    return [CardReport("id", index, name, int(gib * 2**30), 0) for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "expected"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.6, "A100-40"),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "A100-80"),
+        ("NVIDIA H100 80GB HBM3", 79.6, "H100"),
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA L40S", 44.7, "L40S"),
+        ("NVIDIA A10", 22.5, "A10"),
+    ],
+)
+def test_nvml_tells_card_types_apart(name: str, gib: float, expected: str) -> None:
+    [node] = gpu_nodes(Inventory((card_node({"GPU": 4}),)), reports(name, gib, 4))
+    assert (node.gpu.name, node.spec.num_gpus, node.resource) == (expected, 4, "GPU")
+    assert node.spec.memory_bytes == int(gib * 2**30), "NVML's total is the truth"
+    assert node.disagreements == ()
+
+
+def test_disagreements_are_flagged_and_nvml_wins() -> None:
+    node = card_node({"GPU": 8}, gpu="H100", gpu_mem_gib="80")
+    [found] = gpu_nodes(Inventory((node,)), reports("NVIDIA A100-SXM4-40GB", 39.6, 4))
+    assert found.gpu.name == "A100-40"
+    assert len(found.disagreements) == 3
+    assert any("Ray counts 8 GPUs" in flag and "NVML 4" in flag for flag in found.disagreements)
+
+
+def test_labels_serve_without_nvml_and_unknown_cards_are_left_out() -> None:
+    labelled = card_node({"GPU": 2}, gpu="A100", gpu_mem_gib="40")
+    assert gpu_nodes(Inventory((labelled,)))[0].gpu.name == "A100-40"
+    assert gpu_nodes(Inventory((card_node({"GPU": 2}),))) == ()
+    assert gpu_nodes(Inventory((card_node({"CPU": 2}, gpu="H100"),))) == ()
+    strange = card_node({"GPU": 2}, gpu="Zeta9", gpu_mem_gib="24")
+    assert gpu_nodes(Inventory((strange,)))[0].spec.memory_bytes == 24 * 2**30
+    with pytest.raises(PlacementError, match="not a whole number"):
+        gpu_nodes(Inventory((card_node({"GPU": 1}, gpu="A100", gpu_mem_gib="lots"),)))
+
+
+def test_pretended_cards_are_a_resource_of_their_own() -> None:
+    [node] = gpu_nodes(Inventory((card_node({FAKE_RESOURCE: 2}, fake_gpu_mib="48"),)))
+    assert (node.gpu.name, node.spec.memory_bytes, node.resource) == ("fake-48", 48 << 20, FAKE_RESOURCE)
+    assert node.gpu.context_bytes == node.gpu.nccl_bytes == 0

@@ -1,0 +1,221 @@
+"""The queue on a real Ray with pretended cards: what it places, what it explains, and what it survives.
+
+One cluster for the file; a trace of a model costs seconds, so jobs share as few models as the cases allow.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.util import placement_group_table
+
+from actors.errors import WorkerError
+from actors.job_run import Assignment
+from collectives.errors import ConfigError
+from placement.catalogue import GIB
+from placement.queue import OVER, JobState
+
+Wait = Callable[[Callable[[], bool], float], bool]
+CALL_S = 60.0
+SMALL = {"model": {"layers": 2, "hidden": 64, "heads": 2}, "batch": 16, "seq": 64, "max_gpus": 2}
+"""17 MiB at most in one micro-batch of 16, 4 in sixteen of 1."""
+
+
+def job(name: str, **keys: Any) -> dict[str, Any]:
+    from zenray.job_config import JobConfig, request_of
+
+    return request_of(JobConfig.model_validate({"name": name, "steps": 6, "checkpoint_every": 3, **SMALL, **keys}))
+
+
+def reference_loss(request: Mapping[str, Any], folder: Path) -> float:
+    """The last loss of the same job on one rank in this process, in one piece and with room to spare."""
+    from zenray.queue_program import train_rank
+
+    free = Assignment(
+        data=1, micro_batch=16, recompute="none", upper_bytes=GIB, capacity_bytes=GIB, fake=True, folder=str(folder)
+    )
+    context: Any = SimpleNamespace(
+        run_id="reference", epoch=1, rank=0, size=1, device=torch.device("cpu"), report=lambda metrics: None
+    )
+    return float(train_rank({**request, "retain": None}, free, context)["last_loss"])
+
+
+class Queue:
+    """The actor, as tests use it."""
+
+    def __init__(self, folder: Path):
+        from actors.scheduler import JobScheduler
+
+        self.folder = folder
+        program = make_program()
+        options = {"max_restarts": -1, "max_task_retries": 3, "num_cpus": 0}
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+        self.actor: Any = (
+            ray.remote(JobScheduler).options(**options, scheduling_strategy=here).remote(str(folder), program, "test")
+        )
+
+    def __call__(self, method: str, *arguments: Any) -> Any:
+        return ray.get(getattr(self.actor, method).remote(*arguments), timeout=CALL_S)
+
+    def state(self, name: str) -> str:
+        return str(self("status", name)["state"])
+
+    def pid(self) -> int:
+        from ray._private.state import actors
+
+        return int(actors()[self.actor._actor_id.hex()]["Pid"])
+
+    def settle(self, wait_until: Wait, *names: str, timeout_s: float = 150.0) -> dict[str, dict[str, Any]]:
+        """Wait until these jobs are over; their rows."""
+        ends = OVER | {JobState.INFEASIBLE}
+        over = wait_until(lambda: all(self.state(name) in ends for name in names), timeout_s)
+        rows = {name: self("status", name) for name in names}
+        assert over, {name: row["history"] for name, row in rows.items()}
+        return rows
+
+
+def make_program() -> Any:
+    """The real program, except that its trace does not see what a model retains: an under-prediction on purpose."""
+    from zenray.queue_program import QueueProgram
+
+    class Blind(QueueProgram):
+        def class_key(self, request: Mapping[str, Any]) -> str:
+            return super().class_key({**request, "retain": None})
+
+        def profile(self, request: Mapping[str, Any]) -> Any:
+            return super().profile({**request, "retain": None})
+
+    return Blind()
+
+
+@pytest.fixture(scope="module")
+def cards() -> Iterator[Any]:
+    """A cluster: one card of 8 MiB, two of 24 on one node, one of 64."""
+    from jobs.nodes import local_nodes
+
+    with local_nodes(0) as nodes:
+        for num_gpus, memory_mib in ((1, 8), (2, 24), (1, 64)):
+            nodes.add_fake_gpus(num_gpus, memory_mib)
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def jobs(cards: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Queue]:
+    made = Queue(tmp_path_factory.mktemp("queue"))
+    yield made
+    made("close")
+    ray.kill(made.actor)
+
+
+def test_jobs_without_gpus_all_end_on_cards_that_hold_them(jobs: Queue, wait_until: Wait) -> None:
+    names = [f"small{i}" for i in range(5)]
+    for name in names:
+        assert jobs("submit", job(name)) == name
+    jobs("submit", job("huge", model={"layers": 6, "hidden": 512, "heads": 8}))
+    assert wait_until(lambda: any(jobs.state(name) == JobState.QUEUED for name in names), 120.0)
+    waiting = [name for name in names if jobs.state(name) == JobState.QUEUED]
+    for name in waiting:
+        told = jobs("explain", name)
+        assert told.startswith(("QUEUED: 1 of", "QUEUED: 0 of", "QUEUED: 2 of")) or not told.startswith("QUEUED"), told
+    rows = jobs.settle(wait_until, *names, "huge")
+    memory = {node["name"]: node["memory_bytes"] for node in jobs("inventory")}
+    for name in names:
+        row = rows[name]
+        assert row["state"] == JobState.DONE, row["history"]
+        assert (row["done_steps"], row["starts"], row["attempts"]) == (6, 1, ())
+        assert row["outcome"]["peak_bytes"] <= min(memory[node] for node in row["nodes"])
+        assert row["outcome"]["last_loss"] < row["outcome"]["losses"][0]
+    assert rows["huge"]["state"] == JobState.INFEASIBLE
+    assert "lacks" in rows["huge"]["reason"]
+    assert "add a node with larger cards" in rows["huge"]["reason"]
+    starts = [rows[name]["start_s"] for name in names]
+    assert max(starts[:3]) <= min(starts[4:]) + 20.0, "the queue is first come, first served"
+
+
+def test_a_job_that_grows_is_warned_moved_to_another_plan_and_ends_with_the_same_loss(
+    jobs: Queue, wait_until: Wait, tmp_path: Path
+) -> None:
+    request = job("grows", steps=30, checkpoint_every=15, gpu_types=["fake-24"], recompute=["none"], max_gpus=1,
+                  retain={"kib_per_sample": 64, "calls": 24})  # fmt: skip
+    jobs("submit", request)
+    row = jobs.settle(wait_until, "grows")["grows"]
+    assert row["state"] == JobState.DONE, row["history"]
+    tried = [attempt["key"] for attempt in row["attempts"]]
+    assert len(tried) >= 1
+    assert len(set([*tried, row["plan"]])) == len(tried) + 1, "a plan was tried twice"
+    assert any("memory warning: rank 0" in line and "pass 25165824 at step" in line for line in row["history"])
+    assert not any("card out of memory" in line for line in row["history"]), "the warning came too late"
+    assert row["outcome"]["last_loss"] == pytest.approx(reference_loss(request, tmp_path), rel=1e-4)
+    assert row["outcome"]["sampling_share"] < 0.005
+
+
+def test_out_of_memory_goes_on_from_the_last_checkpoint_with_another_plan(
+    jobs: Queue, wait_until: Wait, tmp_path: Path
+) -> None:
+    request = job("bursts", steps=12, gpu_types=["fake-24"], recompute=["none"], max_gpus=1,
+                  retain={"kib_per_sample": 160, "calls": 4})  # fmt: skip
+    jobs("submit", request)
+    row = jobs.settle(wait_until, "bursts")["bursts"]
+    assert row["state"] == JobState.DONE, row["history"]
+    keys = [attempt["key"] for attempt in row["attempts"]]
+    assert len(set([*keys, row["plan"]])) == len(keys) + 1 > 1
+    assert any("card out of memory" in line and "the card is full" in line for line in row["history"])
+    assert row["outcome"]["last_loss"] == pytest.approx(reference_loss(request, tmp_path), rel=1e-4)
+
+
+def test_a_cancelled_job_frees_its_card(jobs: Queue, wait_until: Wait) -> None:
+    jobs("submit", job("endless", steps=100_000, gpu_types=["fake-64"]))
+    jobs("submit", job("behind", gpu_types=["fake-64"]))
+    assert wait_until(lambda: jobs.state("endless") == JobState.RUNNING, 90.0)
+    assert jobs.state("behind") == JobState.QUEUED
+    assert "1 of 1 fake-64 are missing" in jobs("explain", "behind")
+    assert jobs("cancel", "endless") == jobs("cancel", "endless") == JobState.CANCELLED
+    assert jobs.settle(wait_until, "behind")["behind"]["state"] == JobState.DONE
+
+
+def test_nothing_is_lost_when_the_scheduler_and_a_node_are_killed(
+    jobs: Queue, cards: Any, wait_until: Wait, tmp_path: Path
+) -> None:
+    extra = cards.add_fake_gpus(1, 64)
+    request = job("survivor", steps=150, checkpoint_every=5, gpu_types=["fake-64"])
+    other = job("other", steps=150, checkpoint_every=5, gpu_types=["fake-64"])
+    for wanted in (request, other):
+        jobs("submit", wanted)
+    names = ("survivor", "other")
+    assert wait_until(lambda: all(jobs("status", name)["done_steps"] >= 5 for name in names), 120.0)
+    hit = [name for name in names if extra in jobs("status", name)["nodes"]]
+    pid = jobs.pid()
+    os.kill(pid, signal.SIGKILL)
+    cards.remove(extra)
+    assert wait_until(lambda: jobs.pid() not in (0, pid), 60.0)
+    rows = jobs.settle(wait_until, *names)
+    for name in names:
+        row = rows[name]
+        assert (row["state"], row["done_steps"], row["attempts"]) == (JobState.DONE, 150, ()), row["history"]
+        assert any("the scheduler was restarted" in line for line in row["history"])
+        assert row["starts"] >= 2
+    assert hit
+    assert all(extra not in rows[name]["nodes"] for name in hit)
+    expected = reference_loss({**request, "name": "reference"}, tmp_path)
+    assert rows["survivor"]["outcome"]["last_loss"] == pytest.approx(expected, rel=1e-4)
+    leaked = [row["name"] for row in placement_group_table().values() if row["state"] != "REMOVED"]
+    assert wait_until(lambda: not leaked, 1.0), leaked
+
+
+def test_wrong_requests_are_refused_at_once(jobs: Queue) -> None:
+    for wrong, why, error in (
+        (job("a", workload="mystery"), "unknown workload", ConfigError),
+        (job("b", model=None), "needs the section `model`", ConfigError),
+        (job("small0"), "in the queue already", WorkerError),
+    ):
+        with pytest.raises(Exception, match=why) as caught:
+            jobs("submit", wrong)
+        assert isinstance(getattr(caught.value, "cause", None), error)

@@ -1,0 +1,55 @@
+"""The scheduler core while classes come and jobs run already."""
+
+import pytest
+
+from placement.errors import PlacementError
+from placement.jobs import JobClass, JobSpec, NodeSpec, PlanOption
+from placement.live import LiveScheduler
+
+NODES = [NodeSpec("a", "small", 2, 100), NodeSpec("b", "large", 4, 400), NodeSpec("c", "large", 4, 400)]
+
+
+def option(gpu_type: str, num_gpus: int, memory_bytes: int = 90) -> PlanOption:
+    return PlanOption(gpu_type, num_gpus, 1, memory_bytes, 1.0)
+
+
+def spec(job_id: str, class_name: str, submit_s: float = 0.0) -> JobSpec:
+    return JobSpec(job_id, class_name, 10.0, submit_s)
+
+
+def test_classes_come_while_others_run_and_wait() -> None:
+    core = LiveScheduler(NODES)
+    core.add_class(JobClass("one", (option("small", 2),)))
+    [started] = core.submit(spec("j1", "one"), 0.0)
+    assert core.submit(spec("j2", "one"), 1.0) == []
+    core.add_class(JobClass("two", (option("small", 1), option("large", 4), option("large", 1))))
+    [other] = core.submit(spec("j3", "two"), 2.0)
+    assert (started.shares[0].node, other.option.num_gpus) == ("a", 4)
+    assert core.explain("j2").state == "QUEUED"
+    [next_one] = core.finish("j1", 3.0)
+    assert next_one.job_id == "j2"
+    with pytest.raises(PlacementError, match="known already"):
+        core.add_class(JobClass("one", ()))
+
+
+def test_running_jobs_are_put_back_on_their_cards_and_free_them() -> None:
+    core = LiveScheduler(NODES)
+    core.add_class(JobClass("big", (option("large", 6),)))
+    core.restore(spec("j", "big"), option("large", 6), {"c": 4, "b": 2}, finish_s=50.0)
+    assert core.explain("j").state == "RUNNING"
+    assert {(share.node, len(share.gpus)) for share in core.start_of(0).shares} == {("b", 2), ("c", 4)}
+    core.add_class(JobClass("next", (option("large", 4),)))
+    assert core.submit(spec("k", "next"), 0.0) == []
+    assert core.earliest_start_s("k") == 50.0
+    assert [start.job_id for start in core.finish("j", 20.0)] == ["k"]
+    assert core.earliest_start_s("k") == pytest.approx(30.0)
+
+
+def test_cards_that_are_not_there_cannot_be_restored() -> None:
+    core = LiveScheduler(NODES)
+    core.add_class(JobClass("c", (option("small", 2),)))
+    core.restore(spec("j", "c"), option("small", 2), {"a": 2}, finish_s=1.0)
+    with pytest.raises(PlacementError, match="taken meanwhile"):
+        core.restore(spec("k", "c"), option("small", 2), {"a": 2}, finish_s=1.0)
+    with pytest.raises(PlacementError, match="not in class"):
+        core.restore(spec("l", "c"), option("small", 1), {"a": 1}, finish_s=1.0)

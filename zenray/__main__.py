@@ -1,0 +1,134 @@
+"""`zenray plan | submit | status | cancel`: a model and a batch in, cards out. Also `python -m zenray`."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from collectives.errors import ConfigError, ZenrayError
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("collectives", "placement", "actors", "zenray", "jobs")
+MAX_REJECTED = 12
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Memory-aware training jobs on Ray.")
+File = Annotated[Path, typer.Argument(help="A job or plan file, YAML.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value or section.key=value")]
+
+
+@app.command()
+def plan(
+    file: File,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Where to draw the bars, a PNG file.")] = None,
+) -> None:
+    """List every way to run a model: cards, degrees, memory broken down, speed; and why others were left out."""
+    from zenray import plan_report
+    from zenray.job_config import PlanConfig, load_job_or_plan
+    from zenray.planning import cards_of
+    from zenray.planning import plan as find_plans
+
+    config = load_job_or_plan(file, overrides or [])
+    names = config.cards if isinstance(config, PlanConfig) else config.gpu_types or PlanConfig.default_cards()
+    gpus = cards_of(names)
+    found = find_plans(config, gpus)
+    show_table(f"{len(found.plans)} plans", plan_report.COLUMNS, plan_report.plan_rows(found.plans, gpus, config.batch))
+    rows = plan_report.rejected_rows(found.rejected, MAX_REJECTED)
+    show_table(f"left out: {len(found.rejected)}, the nearest first", ("card", "degrees", "why"), rows)
+    if found.nearest:
+        typer.echo(f"no plan fits; {found.nearest}")
+    if out is not None and found.plans:
+        plan_report.plot_plans(found, gpus, out)
+        typer.echo(f"bars: {out}")
+    raise typer.Exit(0 if found.plans else 1)
+
+
+@app.command()
+def submit(file: File, overrides: Overrides = None) -> None:
+    """Queue a job that names no card; with `entrypoint` run it as a plain Ray job and exit as it ended."""
+    from zenray.config import load
+    from zenray.job_config import JobConfig, request_of
+
+    config = load(JobConfig, file, overrides or [])
+    if config.entrypoint is not None:
+        from ray.job_submission import JobSubmissionClient
+
+        from zenray.submission import run_entrypoint
+
+        raise typer.Exit(run_entrypoint(config, JobSubmissionClient(), typer.echo))
+    from zenray.queue_client import connected
+
+    with connected() as queue:
+        typer.echo(f"{queue.submit(request_of(config))} submitted; follow it with: zenray status {config.name}")
+
+
+@app.command()
+def status(job: Annotated[str | None, typer.Argument(help="Its name; without it, all jobs.")] = None) -> None:
+    """Where a job is, why, and what would help it."""
+    from zenray.queue_client import connected
+
+    with connected() as queue:
+        if job is None:
+            rows = [(row["job_id"], row["state"], row["plan"], row["step"], row["reason"]) for row in queue.jobs()]
+            show_table("Jobs", ("job", "state", "plan", "step", "why"), rows)
+            return
+        found = queue.status(job)
+    typer.echo(f"{found['job_id']}: {found['explanation']}")
+    for line in found["history"]:
+        typer.echo(f"  {line}")
+    for key, value in {**found["live"], **found["outcome"]}.items():
+        if key != "losses":
+            typer.echo(f"  {key}: {value}")
+
+
+@app.command()
+def cancel(job: str) -> None:
+    """End a job, whether it waits or runs."""
+    from zenray.queue_client import connected
+
+    with connected() as queue:
+        typer.echo(f"{job} {queue.cancel(job)}")
+
+
+def show_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[object, ...]]) -> None:
+    """One table, wide enough for a file."""
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
+    Console(width=None if sys.stdout.isatty() else 220, highlight=False).print(table)
+
+
+def check_rooms() -> None:
+    """Raises ConfigError if one of our five packages would come from somewhere else."""
+    for room in ROOMS:
+        spec = importlib.util.find_spec(room)
+        origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+        if origin is None or not origin.is_relative_to(ROOT):
+            raise ConfigError(
+                f"the package '{room}' comes from {origin}, not from {ROOT}: another distribution shadows it. Uninstall "
+                f"that, or put {ROOT} first on PYTHONPATH."
+            )
+
+
+def main() -> None:
+    """Entry point: exit code 2 for wrong input, 1 for what failed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        check_rooms()
+        app()
+    except ConfigError as error:
+        typer.echo(f"zenray: {error}", err=True)
+        raise SystemExit(2) from None
+    except ZenrayError as error:
+        typer.echo(f"zenray: {type(error).__name__}: {error}", err=True)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()
