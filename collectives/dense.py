@@ -8,6 +8,7 @@ finite anywhere leaves every residual as it was, and results are the same bytes 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from collectives.segments import Place, Segment, contiguous_runs, cut, exempt_pi
 from collectives.topology import Topology
 from collectives.transport import Transport, all_gather_records
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class RoleRecord:
@@ -52,6 +55,7 @@ class RoleRecord:
     relative_error: float
     residual_ratio: float
     nonfinite_calls: int
+    underflow_calls: int
     fallbacks: int
     residual_bytes: int
     buffer_bytes: int
@@ -88,7 +92,7 @@ class DenseReducer:
         self._spaces: dict[str, Workspace] = {}
         self._speeds: dict[str, CodecSpeed] = {}
         self._cuts: dict[tuple[Any, ...], list[Segment]] = {}
-        self._raw_bytes = self._wire_bytes = self._num_steps = self._num_nonfinite = 0
+        self._raw_bytes = self._wire_bytes = self._num_steps = self._num_nonfinite = self._num_underflows = 0
 
     # --- steps ---
 
@@ -171,6 +175,14 @@ class DenseReducer:
         finite = Flag.NONFINITE not in flags
         self.was_skipped |= not finite
         self._num_nonfinite += not finite
+        if Flag.UNDERFLOW in flags:
+            self._num_underflows += 1
+            if self._num_underflows == 1:
+                logger.warning(
+                    "gradient of %s: over 1 %% of its values became zero in %s; scale the loss up, or allow bf16 instead",
+                    stretch.label,
+                    choice.candidate.codec,
+                )
         scale = self.transport.size / (2 * (self.transport.size - 1))
         self._raw_bytes += x.nbytes
         self._wire_bytes += round(sent * scale)
@@ -182,7 +194,7 @@ class DenseReducer:
         if is_round and gradient_norm > 0 and choice.candidate.codec in stretch.load.feedback:
             lost = self.feedback.residual(segment.layout).update
             residual = float(torch.linalg.vector_norm(lost)) / gradient_norm
-        self._observe(stretch, seconds, sent, error, residual, finite)
+        self._observe(stretch, seconds, sent, error, residual, finite and Flag.UNDERFLOW not in flags)
 
     def _observe(
         self,
@@ -325,6 +337,7 @@ class DenseReducer:
             relative_error=max((error for *_, error, _ in measured), default=0.0),
             residual_ratio=max((ratio for *_, ratio in measured), default=0.0),
             nonfinite_calls=self._num_nonfinite,
+            underflow_calls=self._num_underflows,
             fallbacks=len(self.planner.events),
             residual_bytes=self.feedback.num_bytes,
             buffer_bytes=sum(space.num_bytes for space in self._spaces.values()),

@@ -23,16 +23,18 @@ import numpy as np
 from collectives.codec_cost import Candidate, CodecSpeed, DenseLoad, candidates, plain
 from collectives.cost import Link
 from collectives.errors import CollectiveMismatch
-from collectives.planner import OPTIMISM, SWITCH_GAIN, TRIALS, WINDOW
+from collectives.planner import SWITCH_GAIN, TRIALS, WINDOW
 
 USE_BELOW = 0.9
 MIN_SAVING_S = 20e-6
+OPTIMISM = 0.75
+"""A codec not yet measured here is hoped to take this share of its prediction, so that it gets a trial."""
 MIN_EXPOSED_SHARE = 0.1
 """Agarwal et al., MLSys'22: below this share of the step, gradient compression did not pay."""
 
 MIN_STEPS = 5
 """Plain steps before a codec is tried; the first of a run pay for buffers and code generation."""
-EVERY_CALL_UNTIL = 16
+EVERY_CALL_UNTIL = 32
 ROUND_CALLS = 50
 """Calls between two rounds once a stretch has settled."""
 HOLD_CALLS = 200
@@ -47,6 +49,7 @@ MAX_RELATIVE_ERROR: Mapping[str, float] = {"bf16": 0.02, "fp16": 0.02, "int8b": 
 COARSENESS = ("bf16", "fp16", "int8b", "fp8b", "int4b", "eb", "eb_sum", "sq", "topk", "powersgd", "sign", "randomk")
 """From fine to coarse: a demotion allows what is left of the codec it bans."""
 
+TRIAL = "trial"
 RECORD_FIELDS = ("digest", "time_ns", "bytes", "exposed_ns", "step_ns", "error_ppm", "residual_ppm", "nonfinite")
 
 
@@ -122,7 +125,7 @@ def choose_codec(
     if hoped_s(best) >= USE_BELOW * plain_s or saving_s <= MIN_SAVING_S:
         return choice(baseline, f"{best.key} would take {likely_s(best) * 1e3:.3g} of {plain_s * 1e3:.3g} ms")
     if known and best.key not in known:
-        return choice(best, f"trial: {likely_s(best) * 1e3:.3g} ms by the model, {plain_s * 1e3:.3g} ms without")
+        return choice(best, f"{TRIAL}: {likely_s(best) * 1e3:.3g} ms by the model, {plain_s * 1e3:.3g} ms without")
     return choice(best, f"{likely_s(best) * 1e3:.3g} ms instead of {plain_s * 1e3:.3g} ms")
 
 
@@ -281,7 +284,7 @@ class DensePlanner:
         if stretch.residual_ratio > MAX_RESIDUAL_RATIO and stretch.residual_ratio > before:
             return f"residual {stretch.residual_ratio:.3g} times the gradient and growing"
         if worst["nonfinite"] >= MAX_NONFINITE:
-            return f"{worst['nonfinite']} results in a row were not finite"
+            return f"{worst['nonfinite']} results in a row were not finite, or lost small values"
         return ""
 
     def _demote(self, label: str, stretch: _Stretch, reason: str) -> None:
@@ -308,7 +311,7 @@ class DensePlanner:
         elif choice.candidate.key != before:
             if before != "off":
                 self.events.append(f"{stretch.label}: {before} replaced by {choice.candidate.key}: {choice.reason}")
-            if state.calls >= EVERY_CALL_UNTIL:
+            if state.calls >= EVERY_CALL_UNTIL and not choice.reason.startswith(TRIAL):
                 state.held_until = state.calls + HOLD_CALLS
         state.current, state.model_s, state.choice = choice.candidate.key, choice.candidate.model_s, choice
         return choice
@@ -316,12 +319,16 @@ class DensePlanner:
     def observe(
         self, label: str, seconds: float, num_bytes: int, *, relative_error: float, residual_ratio: float, finite: bool
     ) -> None:
-        """Note what the call took on this rank; 0 stands for an error or ratio that was not measured."""
+        """Note what the call took on this rank; 0 stands for an error or ratio that was not measured.
+
+        finite: neither NaN or infinity in the result, nor a share of values lost to the range of the codec.
+        """
         stretch = self._of(label)
         spent = stretch.spent
         spent.seconds.append(seconds)
         spent.num_bytes = num_bytes
-        spent.relative_error = max(spent.relative_error, relative_error)
+        if not relative_error <= spent.relative_error:  # NaN is the worst of all
+            spent.relative_error = relative_error
         spent.residual_ratio = residual_ratio or spent.residual_ratio
         spent.num_nonfinite = 0 if finite else spent.num_nonfinite + 1
         stretch.calls += 1

@@ -7,6 +7,7 @@ dense all-reduce of the same run checks the links: off theory by more than 5 % a
 
 from __future__ import annotations
 
+import re
 import statistics
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -112,7 +113,8 @@ def measure_hooks(
                 env=ALLOCATOR,
             )
         except RankFailed as failure:
-            found[hook] = {"failure": (failure.detail.strip().splitlines() or [failure.reason])[-1]}
+            lines = [line for line in failure.detail.splitlines() if re.match(r"\w+(Error|Exception)\b", line)]
+            found[hook] = {"failure": (lines or [failure.reason])[-1]}
             continue
         medians = {
             name: statistics.median(max(s) for s in zip(*(r[name] for r in ranks), strict=True)) for name in ranks[0]
