@@ -241,12 +241,18 @@ def release(cells: Cells, slot: int, touched: np.ndarray) -> None:
 
 
 @njit(nogil=True, cache=True)
-def list_entries(cells: Cells, slot: int, nodes: np.ndarray, masks: np.ndarray) -> int:
-    """Write node and card mask of each entry of a job; returns how many."""
-    used, entry = 0, cells.job_entry[slot]
-    while entry >= 0:
-        nodes[used], masks[used] = cells.entry_node[entry], cells.entry_mask[entry]
-        used, entry = used + 1, cells.entry_after[entry]
+def list_entries(cells: Cells, slots: np.ndarray, ends: np.ndarray, nodes: np.ndarray, masks: np.ndarray) -> int:
+    """Write node and card mask of every entry of these jobs, job after job; ends[i] is where job i's end.
+
+    Returns how many there are; nodes and masks have room for every entry of the ledger.
+    """
+    used = 0
+    for i in range(slots.shape[0]):
+        entry = cells.job_entry[slots[i]]
+        while entry >= 0:
+            nodes[used], masks[used] = cells.entry_node[entry], cells.entry_mask[entry]
+            used, entry = used + 1, cells.entry_after[entry]
+        ends[i] = used
     return used
 
 
@@ -315,7 +321,7 @@ class Ledger:
         pool = np.array([index[spec.gpu_type, spec.memory_bytes] for spec in nodes], np.int32)
         widths = np.array([spec.num_gpus for spec in nodes], np.int32)
         self.cells = _fresh_cells(pool, widths, len(classes))
-        self._scratch = (np.zeros(len(nodes), np.int32), np.zeros(len(nodes), np.int32))
+        self._resize_scratch()
 
     def find(self, pool: int, num_gpus: int, tp_group: int = 1) -> Fit | None:
         """Cards for one gang in one pool by HAS's rule, or None; nothing changes."""
@@ -342,10 +348,17 @@ class Ledger:
         release(self.cells, slot, touched)
         return touched
 
-    def cards(self, slot: int) -> tuple[tuple[int, int], ...]:
-        """(node index, card mask) of a job slot, nodes ascending."""
-        used = list_entries(self.cells, slot, *self._scratch)
-        return tuple(sorted(zip(self._scratch[0][:used].tolist(), self._scratch[1][:used].tolist(), strict=True)))
+    def cards(self, slots: Sequence[int] | np.ndarray) -> list[tuple[tuple[int, int], ...]]:
+        """(node index, card mask) of each job slot, nodes ascending: one tuple of pairs per slot."""
+        wanted = np.asarray(slots, np.int32)
+        ends = np.zeros(len(wanted), np.int64)
+        used = list_entries(self.cells, wanted, ends, self._entry_nodes, self._entry_masks)
+        pairs = list(zip(self._entry_nodes[:used].tolist(), self._entry_masks[:used].tolist(), strict=True))
+        begin, result = 0, []
+        for end in ends.tolist():
+            result.append(tuple(sorted(pairs[begin:end])))
+            begin = end
+        return result
 
     def owners(self, node: int) -> list[int]:
         """Job slots with a card on this node."""
@@ -354,6 +367,11 @@ class Ledger:
     def set_usable(self, node: int, mask: int) -> None:
         """Cards of a node that may be given away from now on: 0 = the node is down. Owned cards stay with their owner."""
         set_usable(self.cells, node, mask)
+
+    def _resize_scratch(self) -> None:
+        num_nodes, num_entries = len(self.nodes), len(self.cells.entry_node)
+        self._scratch = (np.zeros(num_nodes, np.int32), np.zeros(num_nodes, np.int32))
+        self._entry_nodes, self._entry_masks = np.zeros(num_entries, np.int32), np.zeros(num_entries, np.int32)
 
     def require_slots(self, num_slots: int) -> None:
         """Make room for job slots below `num_slots`."""
@@ -377,7 +395,7 @@ class Ledger:
         self.cells = _grow(self.cells, self.pools.index(key), spec.num_gpus)
         self.nodes = (*self.nodes, spec)
         node = self.node_index[spec.name] = len(self.nodes) - 1
-        self._scratch = (np.zeros(len(self.nodes), np.int32), np.zeros(len(self.nodes), np.int32))
+        self._resize_scratch()
         self.set_usable(node, (1 << spec.num_gpus) - 1)
         return node
 

@@ -111,7 +111,7 @@ class Scheduler:
     def tick(self, now_s: float) -> np.ndarray:
         """The full pass: start all that fits, renew the reservation. Returns the slots started, int32, by priority.
 
-        `start_of` turns a slot into its `Start`.
+        `starts_of` turns slots into `Start`s.
         """
         drop_hold(self.ledger.cells, self._hold)
         self._open[:] = True
@@ -120,9 +120,16 @@ class Scheduler:
 
     def start_of(self, slot: int) -> Start:
         """The decision for a running job slot: plan and cards."""
-        spec = self._specs[slot]
-        assert spec is not None
-        return Start(spec.job_id, self._plan(slot), self.ledger.cards(slot), self.ledger.nodes)
+        return self.starts_of(np.array([slot], np.int32))[0]
+
+    def starts_of(self, slots: np.ndarray) -> list[Start]:
+        """The decisions for running job slots, int32 [n], such as `tick` returns."""
+        nodes, starts = self.ledger.nodes, []
+        for slot, cards in zip(slots.tolist(), self.ledger.cards(slots), strict=True):
+            spec = self._specs[slot]
+            assert spec is not None
+            starts.append(Start(spec.job_id, self._plan(slot), cards, nodes))
+        return starts
 
     def failed(self, job_id: str, now_s: float) -> list[Start]:
         """A started job could not start or lost its cards: all of them go back and it queues again at its old place.
@@ -201,7 +208,7 @@ class Scheduler:
         shadow = self._new_slot(None)
         self.ledger.take(shadow, fit, option.memory_bytes)
         self._moves[job_id] = (shadow, k)
-        return Move(self._plan(slot), Start(job_id, option, self.ledger.cards(shadow), self.ledger.nodes))
+        return Move(self._plan(slot), Start(job_id, option, self.ledger.cards([shadow])[0], self.ledger.nodes))
 
     def end_move(self, job_id: str, now_s: float, done: bool) -> list[Start]:
         """Give back the old cards (done) or the new ones (the move failed: all is as before it began)."""
@@ -281,7 +288,7 @@ class Scheduler:
             self.ledger.cells, self._queue, self._hold, slot, self._touched, self._open, now_s, self._placed,
             self._nodes, self._takes,
         )  # fmt: skip
-        started = [self.start_of(int(s)) for s in self._placed[:num]]
+        started = self.starts_of(self._placed[:num]) if num else []
         if moved:
             self._open[:] = True
             started += self._run(now_s, may_reserve=False)
@@ -302,7 +309,7 @@ class Scheduler:
 
     def _run(self, now_s: float, may_reserve: bool) -> list[Start]:
         num = self._pass(now_s, may_reserve)
-        return [self.start_of(int(s)) for s in self._placed[:num]]
+        return self.starts_of(self._placed[:num]) if num else []
 
     def _pass(self, now_s: float, may_reserve: bool) -> int:
         return int(

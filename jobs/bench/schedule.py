@@ -45,6 +45,7 @@ BATCHES = (64, 128, 256, 512)
 OCCUPANCY = 0.97
 QUALITY = ((20, 64), (64, 256), (160, 1024), (640, 2048), (1000, 10412))
 HOUR_S = 3600.0
+WARM_EVENTS = 100
 
 
 class Config(Section):
@@ -185,7 +186,7 @@ class _Bench:
             placed = scheduler.tick(self.now_s)
             seconds.append(time.perf_counter() - started)
         started = time.perf_counter()
-        used = sum(start.option.num_gpus for start in (scheduler.start_of(int(slot)) for slot in placed))
+        used = sum(start.option.num_gpus for start in scheduler.starts_of(placed))
         listing_s = time.perf_counter() - started
         spent = np.array(seconds) * 1e3
         run.say(f"{name}: {len(placed)} placed on {used} GPUs, p50 {np.median(spent):.3g} ms, max {spent.max():.3g} ms")
@@ -217,7 +218,10 @@ class _Bench:
             seconds[kind].append(time.perf_counter() - started)
             return result
 
-        for turn in range(self.config.events):
+        for turn in range(WARM_EVENTS + self.config.events):
+            if turn == WARM_EVENTS:
+                for spent in seconds.values():
+                    spent.clear()
             job, spec = self._running(), self.spec()
             if turn % 10 == 9:
                 name = names[int(self.random.integers(len(names)))]

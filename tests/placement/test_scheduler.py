@@ -129,7 +129,7 @@ def test_exact_fit_before_least_left_over_before_spread():
     ledger = Ledger([NodeSpec(f"n{i}", "big", 8, 80) for i in range(3)])
     ledger.take(0, ledger.find(0, 4), 1)
     ledger.take(1, ledger.find(0, 6), 1)
-    half, full = ledger.cards(0)[0][0], ledger.cards(1)[0][0]
+    half, full = (cards[0][0] for cards in ledger.cards([0, 1]))
     assert half != full, "6 GPUs do not fit the node that has 4 left"
     assert ledger.find(0, 4).nodes.tolist() == [half]
     assert ledger.find(0, 1).nodes.tolist() == [full]
@@ -163,7 +163,7 @@ def ledger_state(scheduler):
     cells = scheduler.ledger.cells
     names = ("free", "num_free", "tally", "held", "promised", "owner", "usable")
     rows = [getattr(cells, name).tolist() for name in names]
-    return rows, [scheduler.ledger.cards(slot) for slot in sorted(scheduler._jobs.values())]
+    return rows, scheduler.ledger.cards(sorted(scheduler._jobs.values()))
 
 
 def test_a_failed_move_leaves_everything_as_it_was():
