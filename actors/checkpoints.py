@@ -26,9 +26,9 @@ from placement.recovery import Held
 SLOTS = 2
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
-    """One copy: a buffer that is at least as long as its frame."""
+    """One copy: a buffer with a little room to spare, since JSON values change their length from step to step."""
 
     buffer: Bytes
     frame: Frame
@@ -79,15 +79,16 @@ class Slots:
             found = min(
                 (s for s in slots if s.frame.key != frame.base), key=lambda s: s.frame.epoch * 2**40 + s.frame.step
             )
-        grown = num_bytes - (found.buffer.nbytes if found else 0)
-        if grown > 0:
+        if found is None or num_bytes > found.buffer.nbytes:
+            room_bytes = num_bytes + num_bytes // 16
+            grown = room_bytes - (found.buffer.nbytes if found else 0)
             if self.used_bytes + grown > self.limit_bytes:
                 raise MemoryExhausted(
                     host=self.host, need_bytes=grown, used_bytes=self.used_bytes, limit_bytes=self.limit_bytes
                 )
             if found is not None:
                 slots.remove(found)
-            found = Slot(np.empty(num_bytes, np.uint8), frame)
+            found = Slot(np.empty(room_bytes, np.uint8), frame)
             slots.append(found)
         assert found is not None
         return found

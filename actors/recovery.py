@@ -173,14 +173,9 @@ class RecoverableGroup(WorkerGroup):
         """Place workers, standbys and holders. Ranks are numbered and joined by `run`. Errors as `WorkerGroup.start`."""
         self._enter(GroupState.STARTING)
         self.epoch += 1
-        deadline = time.monotonic() + self.start_timeout_s
         try:
             self._reservation = reserve(self.gang, run_id=self.run_id, epoch=self.epoch, timeout_s=self.start_timeout_s)
-            self._order_standbys()
-            self._await(lambda: len(self._ready()) == len(self.gang.bundles), deadline, "start")
-            self._await(
-                lambda: len(self.holders) == len({s.seat.node_id for s in self._ready() if s.seat}), deadline, "start"
-            )
+            self.wait_whole(timeout_s=self.start_timeout_s)
         except BaseException:
             self._enter(GroupState.BROKEN)
             self._dissolve()
@@ -227,6 +222,24 @@ class RecoverableGroup(WorkerGroup):
         self._go(Stage.DONE)
         self._enter(GroupState.READY)
         return results
+
+    def wait_whole(self, *, timeout_s: float) -> None:
+        """Return when every bundle has a warm worker and every host of one a holder; raises WorkerTimeout.
+
+        A group need not be whole to run; whole, it recovers fastest.
+        """
+        self._order_standbys()
+        deadline = time.monotonic() + timeout_s
+
+        def is_whole() -> bool:
+            seated = len(self.members) + len(self._ready())
+            hosts = {s.seat.node_id for s in self._ready() if s.seat} | {m.place.seat.node_id for m in self.members}
+            if len(self.members) + len(self._idle) < len(self.gang.bundles):
+                self._order_standbys()
+            return seated == len(self.gang.bundles) and hosts <= set(self.holders)
+
+        self._await(is_whole, deadline, "start")
+        finished([standby.actor.warm.remote(None) for standby in self._ready()], deadline - time.monotonic())
 
     def _run_epochs(self, function: RecoverableFunction, deadline: float) -> list[Any]:
         plan = self._first_plan()
@@ -346,12 +359,17 @@ class RecoverableGroup(WorkerGroup):
             return _Plan(decision.step, decision.num_shards, decision.sources)
         if self._ledger.committed < 0 and before.sources is None:
             return before  # nothing of this run was ever committed: begin as before
-        return self._from_storage(decision)
+        return self._after_loss(decision)
 
-    def _from_storage(self, fallback: Fallback) -> _Plan:
+    def _after_loss(self, fallback: Fallback) -> _Plan:
+        """The newest step that storage or memory still has, when the last committed one is lost."""
         hosts = ", ".join(host[:8] for host in fallback.hosts)
         text = f"shard(s) {list(fallback.shards)} of step {fallback.step} were lost with all of their holders ({hosts})"
         found = self._storage.latest(self.num_ranks) if self._storage else None
+        older = fallback.older
+        if older is not None and (found is None or found[0] <= older.step):
+            self._say(f"{text}; going back to step {older.step}, which is still in memory")
+            return _Plan(older.step, older.num_shards, older.sources)
         if self._storage is None or found is None:
             raise CheckpointError(f"{text}, and no checkpoint is on storage: start anew, with more copies or storage")
         self._say(f"{text}; going back to step {found[0]} on storage")

@@ -7,6 +7,7 @@ snapshot is the only copy: tensors go straight into the frame that travels.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,14 +40,17 @@ _DTYPES: Mapping[torch.dtype, str] = {
 
 
 class Image:
-    """The safetensors image of some tensors, of which any range can be written without making the rest."""
+    """The safetensors image of some tensors, of which any range can be written without making the rest.
+
+    In the order of their names: equal states have equal bytes, also where one has just been restored.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         entries: dict[str, Any] = {}
         end = 0
         self.pieces: list[tuple[int, Tensor]] = []
         """Offset in the image, and the tensor that begins there."""
-        for name, tensor in tensors.items():
+        for name, tensor in sorted(tensors.items()):
             if tensor.dtype not in _DTYPES:
                 raise CheckpointError(f"state '{name}' is {tensor.dtype}, which safetensors cannot hold")
             begin, end = end, end + tensor.nbytes
@@ -56,6 +60,7 @@ class Image:
         text += b" " * (-len(text) % 8)
         self.head = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
         self.num_bytes = self.head.size + end
+        self.layout_sha256 = hashlib.sha256(text).hexdigest()
 
     def write(self, out: Bytes, start: int, stop: int) -> None:
         """Copy bytes [start, stop) of the image into `out`."""
@@ -87,7 +92,8 @@ def snapshot(header: Frame, own: Sequence[StateProvider], replicated: Sequence[S
     part = torch.empty(stop - start, dtype=torch.uint8)
     shared.write(part.numpy(), start, stop)
     image = Image({**own_tensors, RANGE_KEY: part})
-    values = json.dumps({"own": own_values, "replicated": shared_values}).encode()
+    parts = {"own": own_values, "replicated": shared_values, "layout_sha256": shared.layout_sha256}
+    values = json.dumps(parts, sort_keys=True).encode()
     values += b" " * (-len(values) % 8)
     buffer = np.empty(HEADER_BYTES + len(values) + image.num_bytes, np.uint8)
     middle = HEADER_BYTES + len(values)
@@ -108,6 +114,11 @@ def restore(
     own_shard: whose own states to take; None leaves them as the program made them. Raises CheckpointError before
     anything is touched if the shards do not fit together.
     """
+    layouts = {values["layout_sha256"] for values, _ in shards}
+    if len(layouts) != 1:
+        raise CheckpointError(
+            f"{len(shards)} shards belong to {len(layouts)} different layouts of the replicated states"
+        )
     try:
         tensors = [load_tensors(data) for _, data in shards]
         whole = b"".join(part.pop(RANGE_KEY).numpy().tobytes() for part in tensors)

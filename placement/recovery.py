@@ -76,11 +76,15 @@ class Restore:
 
 @dataclass(frozen=True)
 class Fallback:
-    """No step is complete in memory: `shards` of the last committed step are lost with all of `hosts`."""
+    """The last committed `step` is not complete in memory: `shards` of it are lost with all of `hosts`.
+
+    older: an earlier step that still is, if any; storage may hold a newer one.
+    """
 
     step: int
     shards: tuple[int, ...]
     hosts: tuple[str, ...]
+    older: Restore | None = None
 
 
 def is_void(held: Held, history: Iterable[EpochStart]) -> bool:
@@ -109,14 +113,17 @@ def choose(
                 continue
             sets.setdefault((held.step, held.num_shards), {}).setdefault(held.rank, []).append((-held.epoch, host))
     complete = [key for key, shards in sets.items() if set(shards) == set(range(key[1]))]
+    found: Restore | None = None
     if complete:
         step, num_shards = best = max(complete)
         sources = tuple(tuple(host for _, host in sorted(sets[best][rank])) for rank in range(num_shards))
-        return Restore(step, num_shards, sources)
+        found = Restore(step, num_shards, sources)
+        if step >= committed:
+            return found
     kept_shards = {rank for (step, _), shards in sets.items() if step == committed for rank in shards}
     lost = tuple(rank for rank in range(len(placed)) if rank not in kept_shards)
     hosts = tuple(sorted({host for rank in lost for host in placed[rank]}))
-    return Fallback(committed, lost, hosts)
+    return Fallback(committed, lost, hosts, found)
 
 
 def assign_holders(rank_hosts: Sequence[str], live: Mapping[str, Host], copies: int) -> tuple[tuple[str, ...], ...]:

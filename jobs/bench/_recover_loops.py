@@ -1,0 +1,145 @@
+"""The one training loop that `jobs.bench recover` runs under both systems, and how each of them protects it.
+
+Every applied step is noted with its time in a file per rank; a kill is noted before it strikes. All figures of the suite
+come from these notes, so both systems are judged by the same means.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import torch
+import torch.distributed as dist
+from ray.train import Checkpoint
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from actors.keeper import Keeper
+from actors.state import ModelState, OptimizerState, RandomState
+from actors.worker import WorkerContext
+
+WIDTH = 256
+ADAM_COPIES = 3
+"""Parameters, first and second moments."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained. state_bytes: parameters and Adam's moments; kill_step: rank `kill_rank` dies before it, once."""
+
+    folder: str
+    state_bytes: int
+    steps: int
+    every_steps: int
+    kill_step: int | None
+    kill_rank: int = 1
+
+
+def note(task: Task, name: str, **facts: object) -> None:
+    """A line in a file of the task's folder."""
+    with (Path(task.folder) / f"{name}.jsonl").open("a") as file:
+        file.write(json.dumps({**facts, "time_s": time.time()}) + "\n")
+
+
+class Loop:
+    """Model, optimizer and one step, the same bytes in every system."""
+
+    def __init__(self, task: Task, rank: int):
+        torch.manual_seed(0)
+        self.task, self.rank = task, rank
+        depth = max(1, task.state_bytes // (ADAM_COPIES * 4 * WIDTH * WIDTH))
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
+
+    def gradients(self, step: int) -> None:
+        """Forward, backward, mean over ranks: everything up to the update of `step`."""
+        task = self.task
+        if step == task.kill_step and self.rank == task.kill_rank and not (Path(task.folder) / "kill.jsonl").exists():
+            note(task, "kill", step=step)
+            os.kill(os.getpid(), signal.SIGKILL)
+        generator = torch.Generator().manual_seed(step * 1009 + self.rank)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss: Tensor = self.model(torch.randn(16, WIDTH, generator=generator)).square().mean()
+        torch.autograd.backward([loss])
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+    def update(self, step: int) -> None:
+        """Apply `step`, and note it."""
+        self.optimizer.step()
+        note(self.task, f"applied-{self.rank}", step=step)
+
+
+def protected(task: Task, context: WorkerContext, keeper: Keeper) -> None:
+    """Under a `RecoverableGroup`: copies of every step in memory."""
+    loop = Loop(task, context.rank)
+    step = keeper.restore([RandomState({})], [ModelState(loop.model), OptimizerState(loop.optimizer, loop.model)])
+    while step < task.steps:
+        loop.gradients(step + 1)
+        keeper.gate()
+        step += 1
+        loop.update(step)
+        keeper.prepare(step)
+    keeper.finish()
+
+
+def unprotected(task: Task, context: WorkerContext) -> None:
+    """Under a plain `WorkerGroup`: what a step costs without any checkpoint."""
+    loop = Loop(task, context.rank)
+    for step in range(1, task.steps + 1):
+        loop.gradients(step)
+        loop.update(step)
+
+
+def ray_train_loop(config: Mapping[str, Any]) -> None:
+    """Under Ray Train: rank 0 writes a checkpoint to storage every `every_steps`, all restart from the last."""
+    task = Task(**config)
+    torch.set_num_threads(1)
+    loop = Loop(task, ray.train.get_context().get_world_rank())
+    providers = [ModelState(loop.model), OptimizerState(loop.optimizer, loop.model)]
+    step = 0
+    if (checkpoint := ray.train.get_checkpoint()) is not None:
+        with checkpoint.as_directory() as folder:
+            step = _load(Path(folder), providers)
+    while step < task.steps:
+        loop.gradients(step + 1)
+        step += 1
+        loop.update(step)
+        if step % task.every_steps == 0:
+            _report(step, loop.rank, lambda folder, step=step: _save(folder, step, providers))  # type: ignore[misc]
+
+
+def _report(step: int, rank: int, save: Callable[[Path], None]) -> None:
+    if rank:
+        ray.train.report({"step": step})
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder))
+        ray.train.report({"step": step}, checkpoint=Checkpoint.from_directory(folder))
+
+
+def _save(folder: Path, step: int, providers: list[Any]) -> None:
+    tensors = {f"{p.name}/{k}": v for p in providers for k, v in p.state_dict().items() if isinstance(v, Tensor)}
+    values = {p.name: {k: v for k, v in p.state_dict().items() if not isinstance(v, Tensor)} for p in providers}
+    save_file(tensors, folder / "tensors.safetensors")
+    (folder / "values.json").write_text(json.dumps({"step": step, "values": values}))
+
+
+def _load(folder: Path, providers: list[Any]) -> int:
+    facts, tensors = json.loads((folder / "values.json").read_text()), load_file(folder / "tensors.safetensors")
+    for provider in providers:
+        prefix = f"{provider.name}/"
+        own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        provider.load_state_dict(facts["values"][provider.name] | own)
+    return int(facts["step"])
