@@ -34,5 +34,9 @@ bench: venv
 	$(BIN)/python -m jobs.bench sparse
 	$(BIN)/python -m jobs.bench net
 
+# Needs a card, and torch, numpy, numba and CuPy in $(PYTHON): no virtual environment, no network, no data.
+gpu-check:
+	$(PYTHON) -m collectives.gpucheck
+
 clean:
 	rm -rf $(VENV) runs

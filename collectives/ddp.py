@@ -1,9 +1,10 @@
 """Where DistributedDataParallel hands us its gradients: one communication hook for sparse, row-sparse and dense ones.
 
 On Gloo the hook owns a group and one thread, which runs the collectives of all buckets in bucket order while backward
-goes on; on NCCL it runs them on DDP's own group in the calling thread. What always holds: state is keyed by parameter
-name (DDP rebuilds its buckets after the first backward), a parameter without a gradient still takes part, and an error
-ends the backward pass of every rank with an exception that names the parameter.
+goes on; on NCCL, and on Gloo for parameters on a card, it runs them on DDP's own group in the calling thread. What
+always holds: state is keyed by parameter name (DDP rebuilds its buckets after the first backward), a parameter without
+a gradient still takes part, and an error ends the backward pass of every rank with an exception that names the
+parameter.
 
 What this does not do: buffers, and parameters that DDP was told to ignore, stay as they are.
 """
@@ -31,8 +32,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from collectives.channel import RoleRecord
 from collectives.cost import probe_link
-from collectives.dense import RoleRecord, SegmentReport
+from collectives.dense import SegmentReport
 from collectives.errors import CollectiveError, CollectiveMismatch, ConfigError, ZenrayError
 from collectives.feedback import reshard
 from collectives.gradients import GradientReducer
@@ -40,6 +42,7 @@ from collectives.planner import CallRecord, Planner
 from collectives.policy import SyncPolicy
 from collectives.replicas import check_replicas
 from collectives.segments import Place
+from collectives.staging import StagedTransport
 from collectives.topology import probe_topology
 from collectives.torch_transport import TorchTransport
 from collectives.transport import Transport
@@ -76,7 +79,9 @@ def attach(
         raise ConfigError("this model has a synchroniser already; set hook_of(model).policy to change what it does")
     device = next(p.device for p in model.parameters())
     own_group = _gloo_group_like(model.process_group, timeout_s) if device.type == "cpu" else None
-    transport = TorchTransport(own_group or model.process_group, timeout_s=timeout_s)
+    transport: Transport = TorchTransport(own_group or model.process_group, timeout_s=timeout_s)
+    if device.type == "cuda" and transport.device.type == "cpu":
+        transport = StagedTransport(transport, device)
     if transport.device.type != device.type:
         raise ConfigError(f"parameters live on {device}, but the process group serves {transport.device}")
     hook = SyncHook(model, SyncPolicy.of(policy), transport, own_group)

@@ -63,6 +63,12 @@ def warm_up(device: torch.device) -> None:
         _module().compile()
 
 
+def attributes(name: str, device: torch.device) -> dict[str, int]:
+    """What the driver knows of a loaded kernel: num_regs, local_size_bytes, ..."""
+    with _cupy(device).cuda.Device(device.index):
+        return dict(_function(name).attributes)
+
+
 def _value(arg: Argument) -> int | np.generic:
     if isinstance(arg, Tensor):
         return arg.data_ptr()  # CuPy sends a Python int as eight bytes
