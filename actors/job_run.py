@@ -21,7 +21,7 @@ from actors.monitor import CardOutOfMemory, HostOutOfMemory
 from actors.worker import RankFunction, Report
 from collectives.errors import CollectiveError
 from placement.data_plans import ModuleProfile
-from placement.errors import PlacementError
+from placement.errors import GangDoesNotFit, PlacementError
 from placement.inventory import NODE_ID_LABEL
 from placement.plans import Plan
 from placement.shapes import Recompute
@@ -38,7 +38,8 @@ class Ending(StrEnum):
     CARD_FULL = "card out of memory"
     HOST_FULL = "host out of memory"
     LOST = "workers lost"
-    NO_PLACE = "no place"
+    NO_PLACE = "no place now"
+    IMPOSSIBLE = "no place ever"
     ERROR = "error"
 
 
@@ -184,6 +185,8 @@ def classify(error: BaseException) -> Ending:
         words = error.cause.lower()
         pressed = "out of memory" in words or "low on memory" in words or "memory pressure" in words
         return Ending.HOST_FULL if pressed else Ending.LOST
+    if isinstance(error, GangDoesNotFit) and error.reason == "never":
+        return Ending.IMPOSSIBLE
     if isinstance(error, PlacementError):
         return Ending.NO_PLACE
     if isinstance(error, WorkerTimeout):

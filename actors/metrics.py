@@ -156,6 +156,31 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "zenray_epochs", Kind.COUNTER, "epochs", ("run",), "Starts of the worker group, the first one too.", "Failures"
     ),
+    Metric("zenray_jobs", Kind.GAUGE, "jobs", ("run", "state"), "Jobs of the queue by state.", "Queue"),
+    Metric(
+        "zenray_replans",
+        Kind.COUNTER,
+        "events",
+        ("run", "cause"),
+        "Jobs that left a plan for want of memory, by how it was noticed.",
+        "Queue",
+    ),
+    Metric(
+        "zenray_predicted_memory_bytes",
+        Kind.GAUGE,
+        "bytes",
+        ("run", "job"),
+        "Upper bound of one card's memory as predicted for the plan that a job runs.",
+        "Queue",
+    ),
+    Metric(
+        "zenray_peak_memory_bytes",
+        Kind.GAUGE,
+        "bytes",
+        ("run", "job"),
+        "Highest memory of a card of the job so far; compare with the prediction.",
+        "Queue",
+    ),
 )
 
 _BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}

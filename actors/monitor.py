@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from actors.errors import WorkerError
 from placement.inventory import CardReport
-from placement.watch import Limits, Verdict, judge
+from placement.watch import Alarm, Limits, Verdict, judge
 
 HISTORY = 64
 
@@ -65,6 +65,9 @@ class Card(Protocol):
     def sample(self) -> Sample:
         """The present bytes and the peak since the last call; cheap."""
 
+    def release_cache(self) -> None:
+        """Give back what is held and not used."""
+
 
 class FakeCardFull(torch.OutOfMemoryError):
     """The pretended card's own error, of the type that a real one raises."""
@@ -103,6 +106,9 @@ class FakeCard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peak, self._peak_bytes = self._peak_bytes, self.allocated_bytes
         return Sample(self.allocated_bytes, self.allocated_bytes, self.allocated_bytes, peak)
 
+    def release_cache(self) -> None:
+        """Nothing: no byte is held that is not used."""
+
     def _book(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         place, size = storage._cdata, storage.nbytes()
@@ -135,6 +141,10 @@ class CudaCard:
         torch.cuda.reset_peak_memory_stats(self.device)
         return Sample(allocated, reserved, total - free, total - free + max(0, peak_reserved - reserved))
 
+    def release_cache(self) -> None:
+        """Give cached segments back to the driver."""
+        torch.cuda.empty_cache()
+
 
 class MemoryMonitor:
     """Watches one card. Call `step_end` after every step; it costs microseconds, counted in `sampling_s`."""
@@ -143,15 +153,24 @@ class MemoryMonitor:
         self.card, self.limits, self.first_step = card, limits, first_step
         self.peak_bytes = 0
         self.sampling_s = 0.0
-        self._peaks: list[tuple[int, int]] = []
+        self.peaks: list[tuple[int, int]] = []
+        """(step, highest bytes within it) of the last steps."""
+        self._released = False
 
     def step_end(self, step: int, checkpoint_step: int) -> Verdict:
-        """Judge the memory after `step`; the next checkpoint is due before step `checkpoint_step`."""
+        """Judge the memory after `step`; the next checkpoint is due before step `checkpoint_step`.
+
+        Growth of what the allocator only holds is first answered by giving it back, once; the trend starts anew then.
+        """
         started = time.perf_counter()
         sample = self.card.sample()
         self.peak_bytes = max(self.peak_bytes, sample.peak)
-        self._peaks = [*self._peaks[-HISTORY:], (step, sample.peak)]
-        verdict = judge(self._peaks, self.limits, first_step=self.first_step, checkpoint_step=checkpoint_step)
+        self.peaks = [*self.peaks[-HISTORY + 1 :], (step, sample.peak)]
+        verdict = judge(self.peaks, self.limits, first_step=self.first_step, checkpoint_step=checkpoint_step)
+        if verdict.alarm is Alarm.CROSSING and sample.reserved > sample.allocated and not self._released:
+            self.card.release_cache()
+            self._released, self.first_step = True, step
+            verdict = replace(verdict, alarm=Alarm.ABOVE_UPPER)
         self.sampling_s += time.perf_counter() - started
         return verdict
 

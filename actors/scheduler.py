@@ -11,42 +11,37 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.job_run import MEMORY_ENDINGS, Assignment, Ending, JobNeeds, JobProgram, JobRun
+from actors.card_watch import CardWatch
+from actors.job_planner import JobPlanner
+from actors.job_run import MEMORY_ENDINGS, Assignment, Ending, JobProgram, JobRun
 from actors.job_store import JobStore
 from actors.metrics import Metrics
-from actors.monitor import read_cards
 from actors.worker import Report, hide_gpus
-from placement.correction import Observation, moved
-from placement.data_plans import ModuleProfile, correction_key, data_plans, front, plan_key, predicted
+from placement.data_plans import ModuleProfile, plan_key
 from placement.errors import PlacementError
 from placement.groups import read_cluster, reap
-from placement.inventory import FAKE_RESOURCE, CardReport, GpuNode, gpu_nodes
+from placement.inventory import FAKE_RESOURCE, GpuNode
 from placement.jobs import JobClass, JobSpec, Start
 from placement.live import LiveScheduler
-from placement.plans import Knowledge, PlanList
+from placement.plans import Plan
 from placement.queue import ON_CARDS, OVER, JobEntry, JobState
-from placement.replan import MAX_REPLANS, attempt_of, plans_after
+from placement.replan import MAX_REPLANS, attempt_of
 
 log = logging.getLogger(__name__)
 
 MAX_LOSSES = 5
 """Worker groups that a job may lose for other reasons than memory."""
-CARDS_S = 30.0
 REFRESH_S = 1.0
-STALE_FACTOR = 0.01
-"""Relative change of a correction beyond which waiting jobs are planned anew."""
-MAX_LADDER = 32
+REAP_S = 30.0
 MAX_HISTORY = 40
 S = JobState
-_LIGHT: dict[str, Any] = {"num_cpus": 0, "max_retries": 1}
 
 
 class JobScheduler:
@@ -56,27 +51,27 @@ class JobScheduler:
         """image: software of the workers, part of the key of what is learned. patience_s: a job that waited so long gets
         the next cards reserved."""
         hide_gpus()
-        self.folder, self.program, self.image, self.patience_s = Path(folder), program, image, patience_s
+        self.folder, self.program, self.patience_s = Path(folder), program, patience_s
         self._lock = threading.RLock()
         self._wake = threading.Event()
         self._store = JobStore(self.folder)
+        self._planner = JobPlanner(self._store, program, image)
+        self._watch = CardWatch()
         self._queue_id = self.folder.name
         self._core: LiveScheduler | None = None
         self._nodes: dict[str, GpuNode] = {}
-        self._cards: dict[str, list[CardReport]] = {}
         self._class_of: dict[str, str] = {}
-        self._plan_lists: dict[str, PlanList] = {}
+        self._plans: dict[str, Sequence[Plan]] = {}
         self._runs: dict[str, JobRun] = {}
         self._profiling: dict[Any, str] = {}
-        self._needs: dict[str, JobNeeds] = {}
         self._version = 0
-        self._refreshed_s = 0.0
+        self._refreshed_s = self._reaped_s = 0.0
         self._closed = False
         self._metrics = Metrics(run=self._queue_id)
         for entry in list(self._store.entries.values()):
             if entry.state in ON_CARDS:
                 self._change(entry.job_id, "the scheduler was restarted", state=S.QUEUED)
-        reap(lambda run_id, epoch: run_id.startswith(f"{self._queue_id}."))
+        self._reap()
         threading.Thread(target=self._loop, daemon=True, name="queue").start()
 
     # --- what users call ----------------------------------------------------------------------------------------------
@@ -164,9 +159,21 @@ class JobScheduler:
             except Exception:  # the queue must outlive any single mishap; the next turn tries again
                 log.exception("a turn of the queue failed")
 
+    def _reap(self) -> None:
+        """Remove placement groups of this queue that belong to no attempt: of a scheduler that died, or left behind."""
+        with self._lock:
+            live = {run.run_id for run in self._runs.values()}
+        gone = reap(lambda run_id, epoch: run_id.startswith(f"{self._queue_id}.") and run_id not in live)
+        for name in gone:
+            log.warning("removed the placement group %s that no attempt owns", name)
+        self._reaped_s = time.monotonic()
+
     def _turn(self) -> None:
+        if time.monotonic() - self._reaped_s > REAP_S:
+            self._reap()
         if time.monotonic() - self._refreshed_s > REFRESH_S:
             self._refresh_nodes()
+            self._measure()
             self._refreshed_s = time.monotonic()
         self._collect_profiles()
         with self._lock:
@@ -178,11 +185,22 @@ class JobScheduler:
                 slots = self._core.tick(time.time())
                 self._launch_all([self._core.start_of(int(slot)) for slot in slots])
 
+    def _measure(self) -> None:
+        """Export how many jobs are where, and the memory of those that run."""
+        with self._lock:
+            states = [entry.state for entry in self._store.entries.values()]
+            runs = [(run.job_id, run.plan.memory.nvml_upper, run.peak_bytes) for run in self._runs.values()]
+        for state in JobState:
+            self._metrics.set("zenray_jobs", states.count(state), state=state)
+        for job_id, predicted_bytes, peak_bytes in runs:
+            self._metrics.set("zenray_predicted_memory_bytes", predicted_bytes, job=job_id)
+            self._metrics.set("zenray_peak_memory_bytes", peak_bytes, job=job_id)
+
     def _advance(self, entry: JobEntry) -> None:
         """Take a job that waits for a prediction or a plan one state further."""
         if entry.state in OVER:
             return
-        deadline_s = self._needs_of(entry).deadline_s
+        deadline_s = self._planner.needs(entry).deadline_s
         if deadline_s is not None and time.time() > entry.submit_s + deadline_s:
             self._expire(entry)
         elif entry.state is S.SUBMITTED:
@@ -190,7 +208,7 @@ class JobScheduler:
             if key in self._store.profiles:
                 self._change(entry.job_id, "", state=S.PREDICTED)
             elif key not in self._profiling.values():
-                task: Any = ray.remote(**_LIGHT)(_profile)
+                task: Any = ray.remote(num_cpus=0, max_retries=1)(_profile)
                 self._profiling[task.remote(self.program, dict(entry.request))] = key
         elif entry.state in (S.PREDICTED, S.QUEUED) and self._core is not None and entry.job_id not in self._class_of:
             self._plan(entry)
@@ -224,14 +242,10 @@ class JobScheduler:
         """Give a job its class of plans and queue it, or say what is missing."""
         core, job_id = self._core, entry.job_id
         assert core is not None
-        listed = self._plans_of(entry)
-        ladder = plans_after(listed.plans, entry.attempts, self._capacities())[:MAX_LADDER]
-        plans = ladder if entry.attempts else front(listed.plans)
-        if not plans:
+        listed = self._planner.plans(entry, self._nodes.values())
+        if not listed.plans:
             if entry.attempts:
-                self._fail(
-                    job_id, f"no plan is left after {len(entry.attempts)} that ran out of memory; {listed.nearest}"
-                )
+                self._fail(job_id, listed.nearest)
             elif entry.state is not S.INFEASIBLE:
                 self._change(job_id, listed.nearest, state=S.INFEASIBLE)
             return
@@ -239,56 +253,31 @@ class JobScheduler:
         if entry.attempts:
             name += f".{job_id}.{len(entry.attempts)}"
         if not core.knows(name):
-            core.add_class(JobClass(name, tuple(plan.option() for plan in plans)))
-            self._plan_lists[name] = PlanList(plans, ())
+            core.add_class(JobClass(name, listed.options()))
+            self._plans[name] = listed.plans
         self._class_of[job_id] = name
         self._launch_all(core.submit(self._spec(entry, name), time.time()))
         if not core.explain(job_id).nearest and core.explain(job_id).state == "INFEASIBLE":
             core.finish(job_id, time.time())
             del self._class_of[job_id]
             if entry.state is not S.INFEASIBLE:
-                best = plans[0]
+                best = listed.plans[0]
                 why = f"needs {best.num_gpus} x {best.gpu_type} at once, more than the cluster has"
                 self._change(job_id, why, state=S.INFEASIBLE)
         elif self._entry(job_id).state in (S.PREDICTED, S.INFEASIBLE):
             self._change(job_id, "", state=S.QUEUED)
 
-    def _plans_of(self, entry: JobEntry) -> PlanList:
-        """All plans of a job on the cards of the cluster, with what was learned."""
-        needs = self._needs_of(entry)
-        profile = ModuleProfile.from_json(self._store.profiles[self.program.class_key(entry.request)])
-        gpus = {node.gpu.name: node.gpu for node in self._nodes.values()}
-        if needs.gpu_types:
-            gpus = {name: gpu for name, gpu in gpus.items() if name in needs.gpu_types}
-        if not gpus:
-            wanted = ", ".join(needs.gpu_types) or "any"
-            return PlanList((), (), f"the cluster has no card of type {wanted}; label a node, or drop gpu_types")
-        knowledge = Knowledge(correction=self._store.correction, image=self.image)
-        return data_plans(
-            profile,
-            needs.global_batch,
-            list(gpus.values()),
-            max_gpus=needs.max_gpus,
-            recompute=needs.recompute,
-            knowledge=knowledge,
-        )
-
     def _spec(self, entry: JobEntry, class_name: str) -> JobSpec:
-        needs = self._needs_of(entry)
+        needs = self._planner.needs(entry)
         steps = max(1, needs.steps - entry.done_steps)
         return JobSpec(entry.job_id, class_name, float(steps), entry.submit_s, needs.boost_s)
-
-    def _capacities(self) -> dict[str, int]:
-        return {node.gpu.name: node.gpu.memory_bytes for node in self._nodes.values()}
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
     def _refresh_nodes(self) -> None:
         """See which nodes came or went; a new kind of card makes all plans anew."""
-        inventory = read_cluster()
-        self._read_cards({node.node_id for node in inventory.nodes if node.total.get("GPU", 0) >= 1})
+        now = self._watch.read()
         with self._lock:
-            now = {n.spec.name: n for n in gpu_nodes(inventory, [c for cards in self._cards.values() for c in cards])}
             gone, came = set(self._nodes) - set(now), [n for name, n in now.items() if name not in self._nodes]
             for name in gone:
                 self._lose(name)
@@ -307,17 +296,6 @@ class JobScheduler:
         assert self._core is not None
         known = (node.spec.gpu_type, node.spec.memory_bytes) in self._core.ledger.pools
         return known and node.spec.num_gpus <= self._core.ledger.cells.owner.shape[1]
-
-    def _read_cards(self, node_ids: set[str]) -> None:
-        """Ask NVML once on every node with GPUs."""
-        for node_id in node_ids - set(self._cards):
-            task: Any = ray.remote(**_LIGHT)(read_cards)
-            there = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-            try:
-                self._cards[node_id] = ray.get(there.remote(node_id), timeout=CARDS_S)
-            except ray.exceptions.RayError as error:
-                log.warning("no card report from node %s: %s", node_id, error)
-                self._cards[node_id] = []
 
     def _lose(self, name: str) -> None:
         """A node is gone: its jobs lose all their cards and queue again."""
@@ -339,7 +317,7 @@ class JobScheduler:
         """New tables for the present nodes and corrections; running jobs keep their cards, waiting ones are planned anew."""
         self._version += 1
         self._class_of.clear()
-        self._plan_lists.clear()
+        self._plans.clear()
         if not self._nodes:
             self._core = None
             return
@@ -350,7 +328,7 @@ class JobScheduler:
             entry, option = self._entry(job_id), run.plan.option()
             name = f"{job_id}.{self._version}.running"
             core.add_class(JobClass(name, (option,)))
-            self._class_of[job_id], self._plan_lists[name] = name, PlanList((run.plan,), ())
+            self._class_of[job_id], self._plans[name] = name, (run.plan,)
             cards = {node: run.nodes.count(node) for node in dict.fromkeys(run.nodes)}
             left_s = (run.needs.steps - max(run.step, entry.done_steps)) * option.step_time_s
             core.restore(self._spec(entry, name), option, cards, time.time() + left_s)
@@ -365,7 +343,7 @@ class JobScheduler:
         """The core gave a job its cards: begin an attempt."""
         job_id = start.job_id
         entry = self._entry(job_id)
-        plan = next(p for p in self._plan_lists[self._class_of[job_id]].plans if p.option() == start.option)
+        plan = next(p for p in self._plans[self._class_of[job_id]] if p.option() == start.option)
         nodes = tuple(share.node for share in start.shares for _ in share.gpus)
         card = self._nodes[nodes[0]]
         if entry.state in (S.PREDICTED, S.INFEASIBLE):
@@ -393,7 +371,7 @@ class JobScheduler:
             plan=plan,
             nodes=nodes,
             resource=card.resource,
-            needs=self._needs_of(entry),
+            needs=self._planner.needs(entry),
             function=self.program.rank_function(entry.request, assignment),
             on_started=self._started,
             on_report=self._reported,
@@ -435,24 +413,34 @@ class JobScheduler:
                 self._leave_core(job_id)
             elif ending is Ending.DONE:
                 self._learn(run, ending)
-                self._change(job_id, "", state=S.DONE, end_s=now_s, outcome=result, done_steps=int(result["step"]))
+                memory = run.plan.memory
+                outcome = {**result, "predicted_bytes": memory.nvml, "upper_bytes": memory.nvml_upper}
+                self._change(job_id, "", state=S.DONE, end_s=now_s, outcome=outcome, done_steps=int(result["step"]))
                 self._leave_core(job_id)
             elif ending in MEMORY_ENDINGS:
                 self._learn(run, ending)
                 self._replan(run, ending, detail)
-            elif ending is Ending.ERROR or self._entry(job_id).losses >= MAX_LOSSES:
+            elif self._is_final(run, ending):
                 self._fail(job_id, f"{ending}: {detail}")
             else:
                 losses = self._entry(job_id).losses + 1
                 self._change(job_id, f"{ending}: {detail}", state=S.QUEUED, losses=losses)
-                self._launch_all(self._core.failed(job_id, now_s))
+                self._leave_core(job_id)  # and is planned anew in the next turn, at its old place in the queue
         self._wake.set()
+
+    def _is_final(self, run: JobRun, ending: Ending) -> bool:
+        """Whether another start of the same plan is pointless. A node that died makes a gang impossible as well: that
+        job gets other nodes."""
+        if ending is Ending.IMPOSSIBLE:
+            return {node.node_id for node in read_cluster().nodes} >= set(run.nodes)
+        return ending is Ending.ERROR or self._entry(run.job_id).losses >= MAX_LOSSES
 
     def _replan(self, run: JobRun, ending: Ending, detail: str) -> None:
         """Out of memory, or nearly: the plan is never tried again; the next one goes on from the last checkpoint."""
         entry = self._entry(run.job_id)
         attempts = (*entry.attempts, attempt_of(run.plan, run.peak_bytes or run.plan.memory.nvml))
         self._change(run.job_id, f"{ending}: {detail}", state=S.RESIZING, attempts=attempts)
+        self._metrics.add("zenray_replans", cause=ending.name.lower())
         self._leave_core(run.job_id)
         if len(attempts) > MAX_REPLANS:
             self._fail(run.job_id, f"{len(attempts)} plans ran out of memory, the last by: {detail}")
@@ -461,35 +449,11 @@ class JobScheduler:
 
     def _learn(self, run: JobRun, ending: Ending) -> None:
         """Let the measured peak move the prediction of its kind."""
-        if not run.peak_bytes:
-            return
-        entry, card = self._entry(run.job_id), self._nodes.get(run.nodes[0])
-        if card is None or ending is Ending.HOST_FULL:
-            return
-        profile = ModuleProfile.from_json(self._store.profiles[self.program.class_key(entry.request)])
-        keeps = run.plan.data > 1 or run.plan.num_micro > 1
-        bare = predicted(
-            profile,
-            card.gpu,
-            run.plan.micro_batch,
-            run.plan.recompute,
-            keeps_gradients=keeps,
-            knowledge=Knowledge(image=self.image),
-        )
-        key, before = correction_key(profile.family, card.gpu.name, self.image), self._store.correction
-        self._store.learn(
-            Observation(
-                run_id=run.run_id,
-                key=key,
-                predicted_bytes=bare.nvml,
-                measured_bytes=run.peak_bytes,
-                out_of_memory=ending is Ending.CARD_FULL,
-            )
-        )
-        if moved(before, self._store.correction, key) > STALE_FACTOR:
-            self._rebuild_soon()
+        card = self._nodes.get(run.nodes[0])
+        if card is not None and self._planner.learn(self._entry(run.job_id), run, ending, card.gpu):
+            self._plan_anew()
 
-    def _rebuild_soon(self) -> None:
+    def _plan_anew(self) -> None:
         """Waiting jobs get plans by the new correction when they are next looked at."""
         core = self._core
         if core is None:
@@ -533,11 +497,6 @@ class JobScheduler:
         if job_id not in self._store.entries:
             raise PlacementError(f"no job {job_id} in this queue; `zenray status` without a name lists them")
         return self._store.entries[job_id]
-
-    def _needs_of(self, entry: JobEntry) -> JobNeeds:
-        if entry.job_id not in self._needs:
-            self._needs[entry.job_id] = self.program.check(entry.request)
-        return self._needs[entry.job_id]
 
     def _change(self, job_id: str, reason: str, **values: Any) -> None:
         """Change an entry and write a line of its history."""

@@ -27,6 +27,7 @@ from placement.queue import OVER, JobState
 from zenray.job_config import request_of
 from zenray.queue_client import SCHEDULER_NAME, SCHEDULER_NAMESPACE
 from zenray.queue_program import QueueProgram
+from zenray.recorder import Recorder, RunRecord
 
 POLL_S = 0.5
 CALL_S = 60.0
@@ -68,20 +69,32 @@ def scheduler_of(folder: Path, patience_s: float) -> Iterator[Any]:
 def serve(config: ServerlessConfig, run: Run) -> dict[str, Any]:
     """The job: cluster, queue, progress, table."""
     folder = Path(config.folder) if config.folder else run.out / "queue"
-    with cluster_of(config, run), scheduler_of(folder.resolve(), config.patience_s) as actor:
+    with (
+        cluster_of(config, run),
+        Recorder(config.tracking.project, config.tracking.uri, run.out.parent / ".spool", run.say) as recorder,
+        recorder.job(
+            "serverless",
+            config=config.model_dump(mode="json"),
+            params={"jobs": len(config.jobs), "serve": config.serve},
+            tags={"zenray.job": run.name, "out": run.out.resolve()},
+        ) as record,
+        scheduler_of(folder.resolve(), config.patience_s) as actor,
+    ):
         known = {row["job_id"] for row in ray.get(actor.jobs.remote(), timeout=CALL_S)}
         for job in config.jobs:
             if job.name not in known:
                 ray.get(actor.submit.remote(request_of(job)), timeout=CALL_S)
-        rows = follow(actor, config, run)
+        rows = follow(actor, config, run, record)
+        run.say(f"browse the record: {recorder.ui_command()}")
         nodes = ray.get(actor.inventory.remote(), timeout=CALL_S)
     show(rows, run)
     return {"jobs": rows, "nodes": nodes, "states": count_states(rows)}
 
 
-def follow(actor: Any, config: ServerlessConfig, run: Run) -> list[dict[str, Any]]:
-    """Print every change until all jobs are settled, or the time is up; returns the last rows."""
+def follow(actor: Any, config: ServerlessConfig, run: Run, record: RunRecord) -> list[dict[str, Any]]:
+    """Print every change and record every end, until all jobs are settled or the time is up; returns the last rows."""
     seen: dict[str, int] = {}
+    recorded: set[str] = set()
     deadline = time.monotonic() + config.timeout_s
     while True:
         rows: list[dict[str, Any]] = ray.get(actor.jobs.remote(), timeout=CALL_S)
@@ -90,10 +103,28 @@ def follow(actor: Any, config: ServerlessConfig, run: Run) -> list[dict[str, Any
             for line in lines[last:]:
                 run.say(f"{row['job_id']:>14} {line}")
             seen[row["job_id"]] = len(lines)
+            if row["state"] in OVER and row["job_id"] not in recorded:
+                recorded.add(row["job_id"])
+                record_job(row, record)
         settled = all(row["state"] in SETTLED for row in rows)
         if (settled and not config.serve) or (time.monotonic() > deadline and not config.serve):
             return rows
         time.sleep(POLL_S)
+
+
+def record_job(row: Mapping[str, Any], record: RunRecord) -> None:
+    """One job as a run of its own: its plan, its losses, and its memory against the prediction."""
+    outcome = row["outcome"]
+    params = {"state": str(row["state"]), "plan": row["plan"], "starts": row["starts"], "replans": len(row["attempts"])}
+    with record.child(row["job_id"], params, {"why": row["reason"]}) as child:
+        child.document("job.json", row)
+        numbers = ("peak_bytes", "predicted_bytes", "upper_bytes", "sampling_share")
+        child.metrics({name: outcome[name] for name in numbers if name in outcome})
+        for step, peak_bytes in outcome.get("peaks", []):
+            child.metrics({"step_peak_bytes": peak_bytes}, step=step)
+        every = max(1, row["request"]["steps"] // max(1, len(outcome.get("losses", []))))
+        for index, loss in enumerate(outcome.get("losses", [])):
+            child.metrics({"loss": loss}, step=index * every)
 
 
 def count_states(rows: list[dict[str, Any]]) -> dict[str, int]:
@@ -104,7 +135,19 @@ def count_states(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 def show(rows: list[dict[str, Any]], run: Run) -> None:
     """The closing table."""
-    columns = ("job", "state", "plan", "starts", "re-planned", "waited s", "ran s", "peak MiB", "last loss", "why")
+    columns = (
+        "job",
+        "state",
+        "plan",
+        "starts",
+        "re-planned",
+        "waited s",
+        "ran s",
+        "predicted MiB",
+        "peak MiB",
+        "last loss",
+        "why",
+    )
     run.table("Jobs", columns, [_cells(row) for row in rows])
 
 
@@ -118,6 +161,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[object, ...]:
         len(row["attempts"]),
         None if start_s is None else start_s - row["submit_s"],
         None if start_s is None or end_s is None else end_s - start_s,
+        outcome["predicted_bytes"] / MIB if outcome else None,
         outcome["peak_bytes"] / MIB if outcome else None,
         outcome.get("last_loss"),
         row["reason"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from jobs.train_config import TrackingConfig
 from zenray.config import Section
 from zenray.job_config import JobConfig
 
@@ -29,5 +30,7 @@ class ServerlessConfig(Section):
     """Where the queue and the checkpoints are kept; empty: below the output folder. Shared by all nodes."""
     patience_s: PositiveFloat = 600.0
     """A job that waited so long gets the next cards reserved."""
+    tracking: TrackingConfig = TrackingConfig()
+    """MLflow: one run for the queue, one below it for each job."""
     timeout_s: PositiveFloat = 1800.0
     """For all jobs together; with `serve` it has no effect."""

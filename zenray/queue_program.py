@@ -141,6 +141,7 @@ def train_rank(request: Mapping[str, Any], assignment: Assignment, context: Work
             "losses": loop.losses[:: max(1, len(loop.losses) // KEPT_LOSSES)],
             "last_loss": loop.losses[-1] if loop.losses else None,
             "peak_bytes": monitor.peak_bytes,
+            "peaks": monitor.peaks,
             "sampling_share": monitor.sampling_s / max(perf_counter() - started, 1e-9),
         }
 

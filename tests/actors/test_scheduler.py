@@ -43,7 +43,9 @@ def reference_loss(request: Mapping[str, Any], folder: Path) -> float:
     context: Any = SimpleNamespace(
         run_id="reference", epoch=1, rank=0, size=1, device=torch.device("cpu"), report=lambda metrics: None
     )
-    return float(train_rank({**request, "retain": None}, free, context)["last_loss"])
+    torch.set_num_threads(1)
+    calm = {**request, "retain": None, "checkpoint_every": 10_000}
+    return float(train_rank(calm, free, context)["last_loss"])
 
 
 class Queue:
@@ -73,6 +75,10 @@ class Queue:
 
         return int(actors()[self.actor._actor_id.hex()]["Pid"])
 
+    def settle_in(self, wait_until: Wait, state: JobState, name: str) -> bool:
+        """Whether the job comes to this state."""
+        return wait_until(lambda: self.state(name) == state, 120.0)
+
     def settle(self, wait_until: Wait, *names: str, timeout_s: float = 150.0) -> dict[str, dict[str, Any]]:
         """Wait until these jobs are over; their rows."""
         ends = OVER | {JobState.INFEASIBLE}
@@ -80,6 +86,10 @@ class Queue:
         rows = {name: self("status", name) for name in names}
         assert over, {name: row["history"] for name, row in rows.items()}
         return rows
+
+
+def live_groups() -> list[str]:
+    return [row["name"] for row in placement_group_table().values() if row["state"] != "REMOVED"]
 
 
 def make_program() -> Any:
@@ -115,7 +125,9 @@ def jobs(cards: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Queue
     ray.kill(made.actor)
 
 
-def test_jobs_without_gpus_all_end_on_cards_that_hold_them(jobs: Queue, wait_until: Wait) -> None:
+def test_case_01_jobs_without_gpus_end_on_cards_that_hold_them_and_impossible_ones_say_why(
+    jobs: Queue, wait_until: Wait
+) -> None:
     names = [f"small{i}" for i in range(5)]
     for name in names:
         assert jobs("submit", job(name)) == name
@@ -140,7 +152,7 @@ def test_jobs_without_gpus_all_end_on_cards_that_hold_them(jobs: Queue, wait_unt
     assert max(starts[:3]) <= min(starts[4:]) + 20.0, "the queue is first come, first served"
 
 
-def test_a_job_that_grows_is_warned_moved_to_another_plan_and_ends_with_the_same_loss(
+def test_case_17_a_job_that_grows_is_warned_moved_to_another_plan_and_ends_with_the_same_loss(
     jobs: Queue, wait_until: Wait, tmp_path: Path
 ) -> None:
     request = job("grows", steps=30, checkpoint_every=15, gpu_types=["fake-24"], recompute=["none"], max_gpus=1,
@@ -157,7 +169,7 @@ def test_a_job_that_grows_is_warned_moved_to_another_plan_and_ends_with_the_same
     assert row["outcome"]["sampling_share"] < 0.005
 
 
-def test_out_of_memory_goes_on_from_the_last_checkpoint_with_another_plan(
+def test_case_17_out_of_memory_goes_on_from_the_last_checkpoint_with_another_plan(
     jobs: Queue, wait_until: Wait, tmp_path: Path
 ) -> None:
     request = job("bursts", steps=12, gpu_types=["fake-24"], recompute=["none"], max_gpus=1,
@@ -171,17 +183,20 @@ def test_out_of_memory_goes_on_from_the_last_checkpoint_with_another_plan(
     assert row["outcome"]["last_loss"] == pytest.approx(reference_loss(request, tmp_path), rel=1e-4)
 
 
-def test_a_cancelled_job_frees_its_card(jobs: Queue, wait_until: Wait) -> None:
+def test_case_09_a_cancelled_job_frees_its_card_and_only_running_jobs_have_groups(
+    jobs: Queue, wait_until: Wait
+) -> None:
     jobs("submit", job("endless", steps=100_000, gpu_types=["fake-64"]))
     jobs("submit", job("behind", gpu_types=["fake-64"]))
     assert wait_until(lambda: jobs.state("endless") == JobState.RUNNING, 90.0)
     assert jobs.state("behind") == JobState.QUEUED
     assert "1 of 1 fake-64 are missing" in jobs("explain", "behind")
+    assert len(live_groups()) == 1, "the queue is ours, Ray is asked only for what fits now"
     assert jobs("cancel", "endless") == jobs("cancel", "endless") == JobState.CANCELLED
     assert jobs.settle(wait_until, "behind")["behind"]["state"] == JobState.DONE
 
 
-def test_nothing_is_lost_when_the_scheduler_and_a_node_are_killed(
+def test_case_08_20_nothing_is_lost_when_the_scheduler_and_a_node_are_killed(
     jobs: Queue, cards: Any, wait_until: Wait, tmp_path: Path
 ) -> None:
     extra = cards.add_fake_gpus(1, 64)
@@ -206,8 +221,26 @@ def test_nothing_is_lost_when_the_scheduler_and_a_node_are_killed(
     assert all(extra not in rows[name]["nodes"] for name in hit)
     expected = reference_loss({**request, "name": "reference"}, tmp_path)
     assert rows["survivor"]["outcome"]["last_loss"] == pytest.approx(expected, rel=1e-4)
-    leaked = [row["name"] for row in placement_group_table().values() if row["state"] != "REMOVED"]
-    assert wait_until(lambda: not leaked, 1.0), leaked
+    assert wait_until(lambda: not live_groups(), 10.0), live_groups()
+
+
+def test_case_03_an_impossible_job_starts_when_a_node_joins_that_holds_it(
+    jobs: Queue, cards: Any, wait_until: Wait
+) -> None:
+    jobs("submit", job("patient", gpu_types=["fake-32"]))
+    assert wait_until(lambda: jobs.state("patient") == JobState.INFEASIBLE, 30.0)
+    assert "the cluster has no card of type fake-32" in jobs("explain", "patient")
+    cards.add_fake_gpus(1, 32)
+    assert jobs.settle_in(wait_until, JobState.DONE, "patient")
+
+
+def test_case_21_host_memory_is_part_of_the_plan_and_of_the_reason(jobs: Queue, wait_until: Wait) -> None:
+    jobs("submit", job("greedy", host_memory_mib=1 << 24))
+    row = jobs.settle(wait_until, "greedy")["greedy"]
+    assert row["state"] == JobState.FAILED
+    assert "bundle 0 needs CPU 1, memory" in row["reason"]
+    assert "Best node" in row["reason"]
+    assert row["starts"] == 1, "what can never be placed is not tried again"
 
 
 def test_wrong_requests_are_refused_at_once(jobs: Queue) -> None:

@@ -1,0 +1,91 @@
+"""Plans of queued jobs from what is stored: profiles, plans that failed, and what recorded peaks taught.
+
+Between the pure planning of `placement` and the scheduler: it looks things up and stores what was learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from actors.job_run import Ending, JobNeeds, JobProgram, JobRun
+from actors.job_store import JobStore
+from placement.catalogue import GpuType
+from placement.correction import Observation, moved
+from placement.data_plans import ModuleProfile, correction_key, data_plans, front, predicted
+from placement.inventory import GpuNode
+from placement.plans import Knowledge, PlanList
+from placement.queue import JobEntry
+from placement.replan import plans_after
+
+STALE_FACTOR = 0.01
+"""Relative change of a correction beyond which waiting jobs are planned anew."""
+MAX_PLANS = 32
+
+
+class JobPlanner:
+    """image: software of the workers, part of the key of what is learned."""
+
+    def __init__(self, store: JobStore, program: JobProgram, image: str):
+        self.store, self.program, self.image = store, program, image
+        self._needs: dict[str, JobNeeds] = {}
+
+    def needs(self, entry: JobEntry) -> JobNeeds:
+        """What the job file asks for."""
+        if entry.job_id not in self._needs:
+            self._needs[entry.job_id] = self.program.check(entry.request)
+        return self._needs[entry.job_id]
+
+    def profile(self, entry: JobEntry) -> ModuleProfile:
+        """The profile of the job's class; it must have been stored."""
+        return ModuleProfile.from_json(self.store.profiles[self.program.class_key(entry.request)])
+
+    def plans(self, entry: JobEntry, nodes: Iterable[GpuNode]) -> PlanList:
+        """What to queue the job with: the front of its plans, or after failures the ladder of those not tried."""
+        needs, gpus = self.needs(entry), types_of(nodes)
+        allowed = {name: gpu for name, gpu in gpus.items() if not needs.gpu_types or name in needs.gpu_types}
+        if not allowed:
+            wanted = ", ".join(needs.gpu_types) or "any"
+            return PlanList((), (), f"the cluster has no card of type {wanted}; label a node, or drop gpu_types")
+        found = data_plans(
+            self.profile(entry),
+            needs.global_batch,
+            list(allowed.values()),
+            max_gpus=needs.max_gpus,
+            recompute=needs.recompute,
+            knowledge=Knowledge(correction=self.store.correction, image=self.image),
+        )
+        if not entry.attempts:
+            return PlanList(front(found.plans)[:MAX_PLANS], found.rejected, found.nearest)
+        capacity = {name: gpu.memory_bytes for name, gpu in gpus.items()}
+        left = plans_after(found.plans, entry.attempts, capacity)[:MAX_PLANS]
+        return PlanList(left, found.rejected, f"no plan is left after {len(entry.attempts)} that ran out of memory")
+
+    def learn(self, entry: JobEntry, run: JobRun, ending: Ending, card: GpuType) -> bool:
+        """Store the measured peak; returns whether plans made before are stale now."""
+        if not run.peak_bytes or ending is Ending.HOST_FULL:
+            return False
+        profile, plan = self.profile(entry), run.plan
+        bare = predicted(
+            profile,
+            card,
+            plan.micro_batch,
+            plan.recompute,
+            keeps_gradients=plan.data > 1 or plan.num_micro > 1,
+            knowledge=Knowledge(image=self.image),
+        )
+        key, before = correction_key(profile.family, card.name, self.image), self.store.correction
+        self.store.learn(
+            Observation(
+                run_id=run.run_id,
+                key=key,
+                predicted_bytes=bare.nvml,
+                measured_bytes=run.peak_bytes,
+                out_of_memory=ending is Ending.CARD_FULL,
+            )
+        )
+        return moved(before, self.store.correction, key) > STALE_FACTOR
+
+
+def types_of(nodes: Iterable[GpuNode]) -> Mapping[str, GpuType]:
+    """Card types by name."""
+    return {node.gpu.name: node.gpu for node in nodes}
