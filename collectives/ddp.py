@@ -38,6 +38,7 @@ from collectives.dense import SegmentReport
 from collectives.errors import CollectiveError, CollectiveMismatch, ConfigError, ZenrayError
 from collectives.feedback import reshard
 from collectives.gradients import GradientReducer
+from collectives.kernels import cuda
 from collectives.planner import CallRecord, Planner
 from collectives.policy import SyncPolicy
 from collectives.replicas import check_replicas
@@ -82,6 +83,8 @@ def attach(
     transport: Transport = TorchTransport(own_group or model.process_group, timeout_s=timeout_s)
     if device.type == "cuda" and transport.device.type == "cpu":
         transport = StagedTransport(transport, device)
+    if device.type == "cuda" and cuda.installed():
+        cuda.warm_up(device)  # some seconds at first, for which step 0 would stall
     if transport.device.type != device.type:
         raise ConfigError(f"parameters live on {device}, but the process group serves {transport.device}")
     hook = SyncHook(model, SyncPolicy.of(policy), transport, own_group)

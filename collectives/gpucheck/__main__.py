@@ -57,6 +57,7 @@ def parts(device: torch.device, report: Report, small: bool) -> dict[str, Part]:
         "rows": lambda: equality.check_rows(device, large),
         "host": lambda: speed.check_host_time(device),
         "speed": lambda: speed.check_speed(device, report, (1,) if small else speed.SIZES_MIB),
+        "threads3": lambda: ranks.check_threads(3, device),
         "nccl1": lambda: ranks.check_ranks("nccl", 1, device, 75),
         "gloo2": lambda: ranks.check_ranks("gloo", 2, device, 90),
         "own-nccl": lambda: own_nccl(device),

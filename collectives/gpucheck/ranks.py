@@ -110,13 +110,10 @@ def transport_for(device: torch.device, timeout_s: float) -> Transport:
     return transport if transport.device.type == device.type else StagedTransport(transport, device)
 
 
-def _inputs(size: int) -> list[Tensor]:
-    return [torch.randn(300_001, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
-
-
-def check_dense(device: torch.device, timeout_s: float) -> str:
+def check_dense(transport: Transport) -> str:
     """two_shot with int8b: the bytes that threads on the CPU get."""
-    transport, inputs = transport_for(device, timeout_s), _inputs(dist.get_world_size())
+    ranks, device = range(transport.size), transport.device
+    inputs = [torch.randn(300_001, generator=torch.Generator().manual_seed(rank)) for rank in ranks]
 
     def reduce(transport: Transport, where: torch.device) -> Tensor:
         x = inputs[transport.rank].to(where)
@@ -129,10 +126,9 @@ def check_dense(device: torch.device, timeout_s: float) -> str:
     return f"{transport.traffic.sent_bytes():,} bytes sent"
 
 
-def check_sparse(device: torch.device, timeout_s: float) -> str:
-    """Every sparse scheme: ids and bytes of the CPU."""
-    transport = transport_for(device, timeout_s)
-    parts = []
+def check_sparse(transport: Transport) -> str:
+    """Every sparse scheme: ids and values of the CPU."""
+    parts, device = [], transport.device
     for rank in range(transport.size):
         generator = torch.Generator().manual_seed(rank)
         ids = torch.randint(0, 5000, (700 * rank + 300,), generator=generator)
@@ -189,8 +185,9 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def check_hook(device: torch.device, timeout_s: float) -> str:
+def check_hook(transport: Transport) -> str:
     """The DDP hook with a sparse embedding ends where stock DDP with a dense one ends; both are timed."""
+    device, timeout_s = transport.device, transport.timeout_s
     stock = DistributedDataParallel(copy.deepcopy(Model(sparse=False)).to(device))
     stock_s = train(stock, device)
     ours = DistributedDataParallel(Model(sparse=True).to(device))
@@ -202,11 +199,18 @@ def check_hook(device: torch.device, timeout_s: float) -> str:
     return f"{ours_s * 1e3:.2f} ms a step, stock DDP {stock_s * 1e3:.2f} ms"
 
 
-CHECKS: Mapping[str, Callable[[torch.device, float], str]] = {
+ON_ANY_TRANSPORT: Mapping[str, Callable[[Transport], str]] = {
     "two-shot int8b": check_dense,
     "sparse schemes": check_sparse,
-    "DDP hook, training loop": check_hook,
 }
+CHECKS: Mapping[str, Callable[[Transport], str]] = {**ON_ANY_TRANSPORT, "DDP hook, training loop": check_hook}
+
+
+def check_threads(num_ranks: int, device: torch.device) -> Iterator[Row]:
+    """Ranks that are threads of this process: all device code of a collective, byte counts, no wire."""
+    for name, check in ON_ANY_TRANSPORT.items():
+        notes = run_local(num_ranks, lambda local, check=check: check(StagedTransport(local, device)))  # type: ignore[misc]
+        yield Row(f"threads x{num_ranks}", name, "ok", note=notes[0])
 
 
 def main(folder: Path, rank: int) -> None:
@@ -223,10 +227,10 @@ def main(folder: Path, rank: int) -> None:
         world_size=spec["num_ranks"],
         timeout=timedelta(seconds=timeout_s),
     )
-    results: dict[str, Any] = {}
+    transport, results = transport_for(device, timeout_s / 3), dict[str, Any]()
     for name, check in CHECKS.items():
         try:
-            results[name] = {"ok": True, "note": check(device, timeout_s / 3)}
+            results[name] = {"ok": True, "note": check(transport)}
         except Exception as error:
             traceback.print_exc()
             results[name] = {"ok": False, "note": f"{type(error).__name__}: {error}"[:300]}

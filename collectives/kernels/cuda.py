@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ NULL = np.uint64(0)
 def on_gpu(tensor: Tensor) -> bool:
     """Whether the kernels of `kernels.cu` work on this tensor: the one rule of dispatch."""
     return tensor.is_cuda
+
+
+def installed() -> bool:
+    """Whether CuPy is there, without importing it."""
+    return find_spec("cupy") is not None
 
 
 def blocks_for(num_items: int, items_per_block: int) -> int:

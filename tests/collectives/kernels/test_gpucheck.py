@@ -15,7 +15,7 @@ from torch import Tensor
 
 from collectives.gpucheck import equality, speed
 from collectives.gpucheck.__main__ import NO_CARD, main, parse, parts
-from collectives.gpucheck.ranks import check_ranks
+from collectives.gpucheck.ranks import check_ranks, check_threads
 from collectives.gpucheck.report import Report, Row, Skip
 from collectives.kernels import cuda
 from collectives.staging import StagedTransport
@@ -114,6 +114,13 @@ def test_time_is_the_best_of_repeated_calls() -> None:
 
     assert 0 < speed.seconds([call, call], CPU, target_s=1e-4) < 1e-3
     assert calls[0] > 9
+
+
+def test_threads_run_whole_collectives_on_the_shim(as_gpu: AsGpu) -> None:
+    with as_gpu(0) as launched:
+        found = list(check_threads(2, CPU))
+    assert [row.status for row in found] == ["ok", "ok"]
+    assert {"int8b_reduce_encode", "partition_scatter", "scatter_add_rows_f32"} <= set(launched)
 
 
 def test_ranks_run_every_check_on_gloo() -> None:
