@@ -17,9 +17,8 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from actors.checkpoints import CheckpointStore
+from actors.crew import ANSWER_S, Crew, Standby
 from actors.epoch import EpochRun, finished
 from actors.errors import (
     CheckpointError,
@@ -29,45 +28,21 @@ from actors.errors import (
     WorkerLost,
     WorkerTimeout,
 )
-from actors.folder import ShardFolder
-from actors.group import GroupState, Member, WorkerGroup, actor_options, create_actor, root_cause
+from actors.group import GroupState, Member, WorkerGroup, root_cause
 from actors.journal import Journal
 from actors.keeper import Assignment, Kept, NoProbe, Probe, RecoverableFunction
-from actors.worker import GpuWorker, Report
+from actors.storage import Storage, StorageTier
+from actors.worker import Report
 from collectives.errors import CollectiveError, CollectiveMismatch
 from placement.errors import PlacementError
-from placement.groups import group_name, read_cluster, reserve
+from placement.groups import read_cluster, reserve
 from placement.inventory import Place, Seat, Strategy
 from placement.recovery import STAGES, CommitLedger, Fallback, Held, Restore, Stage, assign_holders, choose
 from placement.replicas import Host
 
-ANSWER_S = 2.0
-"""How long a holder, a standby or a survivor may take for an answer in a recovery."""
+HOLDERS_S = 20.0
+"""How long a group waits for new holders when fewer are left than there are to be copies."""
 _POLL_S = 0.02
-
-
-@dataclass(frozen=True)
-class Storage:
-    """Checkpoints on disk, in a folder that all nodes see: every `every_steps` committed steps, written by holders."""
-
-    folder: Path
-    every_steps: int
-    keep: int = 2
-    resume: bool = False
-    config_sha256: str = ""
-
-    def of(self, num_ranks: int) -> Path:
-        """The folder of checkpoints by so many ranks."""
-        return self.folder / f"ranks-{num_ranks}"
-
-    def latest(self, most_ranks: int) -> tuple[int, int] | None:
-        """(step, num_ranks) of the newest complete checkpoint, or None."""
-        found = [
-            (step, ranks)
-            for ranks in range(1, most_ranks + 1)
-            if (step := ShardFolder(self.of(ranks), 0, ranks).latest()) is not None
-        ]
-        return max(found, default=None)
 
 
 @dataclass(frozen=True)
@@ -87,6 +62,8 @@ class Protection:
     min_ranks: int | None = None
     """Elastic: without a replacement in time go on with fewer ranks, at least so many, and grow back when one comes.
     The result is then not the one of the full group. None: never."""
+    shrink_after_s: float = 2.0
+    """Elastic: how long to wait for a replacement before going on with fewer ranks."""
     memory_limit_bytes: int = 1 << 30
     """Of each holder."""
 
@@ -105,17 +82,6 @@ class Recovery:
     source: str = ""
     num_ranks: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class _Seated:
-    """A worker process without a rank: starting, or ready once `seat` is known."""
-
-    actor: Any
-    bundle: int
-    ready: Any
-    seat: Seat | None = None
-    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,15 +123,9 @@ class RecoverableGroup(WorkerGroup):
         self.kept: list[Kept] = []
         """What each rank's keeper measured at each step of the last run."""
         self.events: list[str] = []
-        self.holders: dict[str, Any] = {}
-        """The live holder of each host (Ray node id)."""
-        self._opening: dict[str, tuple[Any, Any]] = {}
-        self._idle: list[_Seated] = []
-        self._created = 0
+        self.crew = Crew(self.run_id, self.gang, self.protection.memory_limit_bytes)
+        self.storage = StorageTier(None, self.run_id, self._say)
         self._stage_began = 0.0
-        self._writes: list[tuple[int, Any]] = []
-        self._storage: Storage | None = None
-        self._shared_function: Any = None
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -200,13 +160,12 @@ class RecoverableGroup(WorkerGroup):
         """
         self._enter(GroupState.RUNNING)
         deadline = time.monotonic() + timeout_s
-        self.recoveries, self.kept, self.events, self._writes = [], [], [], []
-        self._storage, self._on_stage, self._on_commit = storage, on_stage, on_commit
+        self.recoveries, self.kept, self.events = [], [], []
+        self.storage = StorageTier(storage, self.run_id, self._say)
+        self._on_stage, self._on_commit = on_stage, on_commit
         self._on_report = on_report or (lambda report: None)
         self._probe = probe or NoProbe()
-        self._shared_function = ray.put(function)
-        for standby in self._ready():
-            standby.actor.warm.remote(self._shared_function)
+        self.crew.warm(ray.put(function))
         self.journal = Journal(self.journal_path)
         self._ledger = CommitLedger(self.epoch, self.num_ranks, 0)
         self._rules: tuple[tuple[str, ...], ...] = ()
@@ -228,18 +187,18 @@ class RecoverableGroup(WorkerGroup):
 
         A group need not be whole to run; whole, it recovers fastest.
         """
-        self._order_standbys()
         deadline = time.monotonic() + timeout_s
-
-        def is_whole() -> bool:
-            seated = len(self.members) + len(self._ready())
-            hosts = {s.seat.node_id for s in self._ready() if s.seat} | {m.place.seat.node_id for m in self.members}
-            if len(self.members) + len(self._idle) < len(self.gang.bundles):
-                self._order_standbys()
-            return seated == len(self.gang.bundles) and hosts <= set(self.holders)
-
-        self._await(is_whole, deadline, "start")
-        finished([standby.actor.warm.remote(None) for standby in self._ready()], deadline - time.monotonic())
+        while True:
+            self._fill()
+            self._poll()
+            hosts = {standby.seat.node_id for standby in self.crew.up if standby.seat} | self._rank_hosts()
+            if len(self.members) + len(self.crew.up) == len(self.gang.bundles) and hosts <= set(self.crew.holders):
+                break
+            if time.monotonic() > deadline:
+                missing = [standby.bundle for standby in self.crew.standbys if standby.seat is None]
+                raise WorkerTimeout(phase="start", epoch=self.epoch, missing=missing, timeout_s=timeout_s)
+            time.sleep(_POLL_S)
+        self.crew.wait_warm(deadline - time.monotonic())
 
     def _run_epochs(self, function: RecoverableFunction, deadline: float) -> list[Any]:
         plan = self._first_plan()
@@ -263,6 +222,7 @@ class RecoverableGroup(WorkerGroup):
         self._seat()
         self._go(Stage.JOINING)
         self._join_epoch()
+        self._await_holders()
         self._go(Stage.RESTORING)
         assignments = self._assign(plan, attempt)
         self.journal.start(self.epoch, plan.step if plan.old_shards else -1, len(self.members))
@@ -287,7 +247,7 @@ class RecoverableGroup(WorkerGroup):
             for failure in run.failures:
                 self._metrics.add("zenray_peer_failures", error=type(failure.error).__name__)
             raise next((f.error for f in run.failures if isinstance(f.error, HolderLost)), cause)
-        self._settle_writes(deadline)
+        self.storage.settle(deadline)
         return [run.results[rank] for rank in range(len(self.members))]
 
     def _go(self, stage: Stage) -> None:
@@ -319,12 +279,14 @@ class RecoverableGroup(WorkerGroup):
         self.recoveries[-1].lost_ranks = tuple(sorted(lost))
         self._lost = frozenset()
         self._go(Stage.SURVEYING)
-        reports = self._survey()
+        reports, gone = self.crew.fence(self.epoch)
+        for host in gone:
+            self._say(f"the holder on host {host[:8]} is gone; its copies are made again elsewhere")
         plan = self._choose(reports, before)
         if plan.sources is not None and plan.step > self.journal.committed:
             self.journal.commit(self.epoch, plan.step)  # complete on the holders; only the line was missing
         self.recoveries[-1].step, self.recoveries[-1].source = plan.step, "storage" if plan.storage else "memory"
-        finished([h.discard.remote(self.epoch, plan.step) for h in self.holders.values()], ANSWER_S)
+        finished([h.discard.remote(self.epoch, plan.step) for h in self.crew.holders.values()], ANSWER_S)
         return plan
 
     def _leave(self, lost: set[int]) -> None:
@@ -334,23 +296,8 @@ class RecoverableGroup(WorkerGroup):
         lost |= {member.place.rank for member, answer in zip(alive, answers, strict=True) if answer is None}
         for member in self.members:
             if member.place.rank in lost:
-                ray.kill(member.actor)
-                if (holder := self.holders.get(member.place.seat.node_id)) is not None:
-                    holder.end_process.remote(member.pid)
+                self.crew.end_worker(member.actor, member.place.seat.node_id, member.pid)
         self.members = tuple(member for member in self.members if member.place.rank not in lost)
-
-    def _survey(self) -> dict[str, Sequence[Held]]:
-        """Fence every holder and hear what it keeps; a holder that does not answer is replaced by an empty one."""
-        hosts = list(self.holders)
-        answers = finished([self.holders[host].fence.remote(self.epoch) for host in hosts], ANSWER_S)
-        reports: dict[str, Sequence[Held]] = {}
-        for host, answer in zip(hosts, answers, strict=True):
-            if answer is None:
-                ray.kill(self.holders.pop(host))
-                self._say(f"the holder on host {host[:8]} is gone; its copies are made again elsewhere")
-            else:
-                reports[host] = answer[0]
-        return reports
 
     def _choose(self, reports: Mapping[str, Sequence[Held]], before: _Plan) -> _Plan:
         committed = self.journal.committed
@@ -365,15 +312,15 @@ class RecoverableGroup(WorkerGroup):
         """The newest step that storage or memory still has, when the last committed one is lost."""
         hosts = ", ".join(host[:8] for host in fallback.hosts)
         text = f"shard(s) {list(fallback.shards)} of step {fallback.step} were lost with all of their holders ({hosts})"
-        found = self._storage.latest(self.num_ranks) if self._storage else None
+        found = self.storage.latest(self.num_ranks)
         older = fallback.older
         if older is not None and (found is None or found[0] <= older.step):
             self._say(f"{text}; going back to step {older.step}, which is still in memory")
             return _Plan(older.step, older.num_shards, older.sources)
-        if self._storage is None or found is None:
+        if found is None:
             raise CheckpointError(f"{text}, and no checkpoint is on storage: start anew, with more copies or storage")
         self._say(f"{text}; going back to step {found[0]} on storage")
-        return _Plan(found[0], found[1], None, self._storage.of(found[1]))
+        return _Plan(found[0], found[1], None, found[2])
 
     def _first_plan(self) -> _Plan:
         """Where a run begins. A second run of the group begins a new epoch with empty holders."""
@@ -383,12 +330,13 @@ class RecoverableGroup(WorkerGroup):
             lost: set[int] = set()
             self._leave(lost)
         self.journal.fence(self.epoch)
-        finished([holder.clear.remote(self.epoch) for holder in self.holders.values()], ANSWER_S)
-        found = self._storage.latest(self.num_ranks) if self._storage and self._storage.resume else None
-        if found is None or self._storage is None:
+        finished([holder.clear.remote(self.epoch) for holder in self.crew.holders.values()], ANSWER_S)
+        storage = self.storage.storage
+        found = self.storage.latest(self.num_ranks) if storage is not None and storage.resume else None
+        if found is None:
             return _Plan(0, 0)
         self._say(f"resumed at step {found[0]} from storage")
-        return _Plan(found[0], found[1], None, self._storage.of(found[1]))
+        return _Plan(found[0], found[1], None, found[2])
 
     # --- seats and ranks ----------------------------------------------------------------------------------------------
 
@@ -397,7 +345,8 @@ class RecoverableGroup(WorkerGroup):
         taken = {member.place.rank: member for member in self.members}
         missing = [rank for rank in range(self.num_ranks) if rank not in taken]
         least = self.protection.min_ranks
-        patience_s = ANSWER_S if least is not None and len(taken) >= least else self.protection.replacement_s
+        may_shrink = least is not None and len(taken) >= least
+        patience_s = self.protection.shrink_after_s if may_shrink else self.protection.replacement_s
         deadline = time.monotonic() + patience_s
         chosen: list[tuple[Any, Seat, int]] = []
         while missing[len(chosen) :]:
@@ -423,69 +372,27 @@ class RecoverableGroup(WorkerGroup):
             for old, place in zip(self._old_ranks, places([seated[old][1] for old in self._old_ranks]), strict=True)
         )
 
-    def _take_standby(self, deadline: float) -> _Seated | None:
+    def _take_standby(self, deadline: float) -> Standby | None:
         """A standby that answers, waited for until the deadline."""
         while True:
             self._poll()
-            for standby in self._ready():
-                self._idle.remove(standby)
-                if finished([standby.actor.beat.remote()], ANSWER_S)[0] is not None:
-                    finished([standby.actor.leave.remote(self.epoch)], ANSWER_S)
-                    return standby
-                ray.kill(standby.actor)
-            self._order_standbys()
+            if (standby := self.crew.take(self.epoch)) is not None:
+                return standby
+            self._fill()
             if time.monotonic() > deadline:
                 return None
             time.sleep(_POLL_S)
 
-    def _ready(self) -> list[_Seated]:
-        return [standby for standby in self._idle if standby.seat is not None]
-
-    def _order_standbys(self) -> None:
-        """Start a worker in every bundle that has none. In a bundle whose node died Ray starts it when a node joins."""
+    def _fill(self) -> None:
         assert self._reservation is not None
-        used = {member.place.seat.bundle for member in self.members} | {standby.bundle for standby in self._idle}
-        actor_class = ray.remote(**actor_options(self.gang.bundles[0]))(GpuWorker)
-        for bundle in set(range(len(self.gang.bundles))) - used:
-            self._created += 1
-            strategy = PlacementGroupSchedulingStrategy(self._reservation.group, placement_group_bundle_index=bundle)
-            name = f"{group_name(self.run_id, self.epoch)}/w{bundle}.{self._created}"
-            options = actor_class.options(name=name, scheduling_strategy=strategy)
-            actor = create_actor(options, (self.run_id, self.epoch, bundle), time.monotonic() + self.start_timeout_s)
-            self._actors.append(actor)
-            self._idle.append(_Seated(actor, bundle, actor.sit.remote()))
+        self.crew.fill(self._reservation.group, [m.place.seat.bundle for m in self.members], self.epoch)
 
     def _poll(self) -> None:
-        """Take note of standbys and holders that have come up, and of finished writes."""
-        for standby in [standby for standby in self._idle if standby.seat is None]:
-            if not ray.wait([standby.ready], timeout=0)[0]:
-                continue
-            if (answer := finished([standby.ready], ANSWER_S)[0]) is not None:
-                standby.seat, standby.pid = answer[0]
-                if self._shared_function is not None:
-                    standby.actor.warm.remote(self._shared_function)
-            else:
-                self._idle.remove(standby)  # died while it started; another is ordered when it is needed
-        for seat in [s.seat for s in self._ready() if s.seat] + [m.place.seat for m in self.members]:
-            if seat.node_id not in self.holders and seat.node_id not in self._opening:
-                self._open_holder(seat.node_id)
-        for host, (holder, ready) in list(self._opening.items()):
-            if ray.wait([ready], timeout=0)[0]:
-                del self._opening[host]
-                if finished([holder.fence.remote(self.epoch)], ANSWER_S)[0] is not None:
-                    self.holders[host] = holder
-        self._note_writes(0)
+        self.crew.poll(self._rank_hosts(), self.epoch)
+        self.storage.note()
 
-    def _open_holder(self, host: str) -> None:
-        limit = self.protection.memory_limit_bytes
-        settings: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"control": 2, "disk": 1}}
-        holder = (
-            ray.remote(**settings)(CheckpointStore)
-            .options(scheduling_strategy=NodeAffinitySchedulingStrategy(host, soft=False))
-            .remote(self.run_id, host[:8], limit)
-        )
-        self._actors.append(holder)
-        self._opening[host] = (holder, holder.sit.remote())
+    def _rank_hosts(self) -> set[str]:
+        return {member.place.seat.node_id for member in self.members}
 
     def _join_epoch(self) -> None:
         """A new process group of the members, in rank order."""
@@ -504,6 +411,16 @@ class RecoverableGroup(WorkerGroup):
         """A rank that dies while others join makes them wait for so long."""
         return min(10.0, self.start_timeout_s)
 
+    def _await_holders(self) -> None:
+        """Wait for as many holders as there are copies, or hosts in use; go on with fewer, but not with none."""
+        deadline = time.monotonic() + HOLDERS_S
+        hosts = self._rank_hosts() | {standby.seat.node_id for standby in self.crew.up if standby.seat}
+        while len(self.crew.holders) < min(self.protection.copies, len(hosts)) and time.monotonic() < deadline:
+            self._poll()
+            time.sleep(_POLL_S)
+        if not self.crew.holders:
+            raise CheckpointError(f"no holder of copies came up within {HOLDERS_S:g} s; look at the logs of the hosts")
+
     # --- copies -------------------------------------------------------------------------------------------------------
 
     def _assign(self, plan: _Plan, attempt: int) -> list[Assignment]:
@@ -512,13 +429,13 @@ class RecoverableGroup(WorkerGroup):
         hosts = [member.place.seat.node_id for member in self.members]
         domains = {node.node_id: node.labels.get("zone", node.node_id) for node in read_cluster().nodes}
         limit = self.protection.memory_limit_bytes
-        live = {host: Host(host, domains.get(host, host), limit, 0) for host in self.holders}
+        live = {host: Host(host, domains.get(host, host), limit, 0) for host in self.crew.holders}
         self._rules = assign_holders(hosts, live, self.protection.copies)
         fewest = min(len(rule) for rule in self._rules)
         if fewest < self.protection.copies:
             self._say(f"only {fewest} of {self.protection.copies} copies: {len(live)} holders are alive")
         sources = tuple(
-            tuple(self.holders[host] for host in kept if host in self.holders) for kept in plan.sources or ()
+            tuple(self.crew.holders[host] for host in kept if host in self.crew.holders) for kept in plan.sources or ()
         )
         return [
             Assignment(
@@ -530,7 +447,7 @@ class RecoverableGroup(WorkerGroup):
                 own_shard=old if old < plan.old_shards else None,
                 sources=sources,
                 storage=plan.storage,
-                holders=tuple((host, self.holders[host]) for host in self._rules[rank]),
+                holders=tuple((host, self.crew.holders[host]) for host in self._rules[rank]),
                 timeout_s=self.collective_timeout_s,
                 heartbeat_s=self.protection.heartbeat_s,
                 probe=self._probe,
@@ -541,65 +458,25 @@ class RecoverableGroup(WorkerGroup):
     def _committed(self, step: int) -> None:
         if self.stage is Stage.RESTORING:
             self._go(Stage.TRAINING)
-            for host, holder in self.holders.items():
+            for host, holder in self.crew.holders.items():
                 kept = frozenset(rank for rank, rule in enumerate(self._rules) if host in rule)
                 holder.retain.remote(self.epoch, kept, len(self.members))
-            self._order_standbys()
+            self._fill()
         self._metrics.set("zenray_committed_step", step)
-        if self._storage is not None and step and step % self._storage.every_steps == 0:
-            self._write(step, self._storage)
+        self.storage.write_if_due(step, [self.crew.holders.get(rule[0]) if rule else None for rule in self._rules])
         self._on_commit(step)
-
-    def _write(self, step: int, storage: Storage) -> None:
-        """Have each shard written by the first of its holders, beside the training."""
-        identity = {"run_id": self.run_id, "config_sha256": storage.config_sha256}
-        size = len(self.members)
-        for rank, rule in enumerate(self._rules):
-            if rule:
-                call = self.holders[rule[0]].write
-                self._writes.append(
-                    (step, call.remote(str(storage.of(size)), rank, (step, size), storage.keep, identity))
-                )
-
-    def _note_writes(self, timeout_s: float) -> None:
-        """A write that failed turns the disk tier off, with an event; memory goes on."""
-        if not self._writes:
-            return
-        refs = [ref for _, ref in self._writes]
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
-        for step, ref in [write for write in self._writes if write[1] in ready]:
-            self._writes.remove((step, ref))
-            try:
-                ray.get(ref, timeout=ANSWER_S)
-            except RayActorError:
-                continue  # the holder is gone: the ranks notice it by themselves
-            except CheckpointError as error:
-                if self._storage is not None:
-                    self._storage = None
-                    self._say(f"storage is off from step {step} on, memory goes on: {error}")
-
-    def _settle_writes(self, deadline: float) -> None:
-        while self._writes and time.monotonic() < deadline:
-            self._note_writes(1.0)
 
     def _can_grow(self) -> bool:
         """Whether a smaller group has a standby to grow with."""
-        grows = len(self.members) < self.num_ranks and bool(self._ready())
+        grows = len(self.members) < self.num_ranks and bool(self.crew.up)
         if grows:
             self._say(f"growing from {len(self.members)} ranks: a replacement has come")
         return grows
 
-    def _await(self, condition: Callable[[], bool], deadline: float, phase: str) -> None:
-        while not condition():
-            self._poll()
-            if time.monotonic() > deadline:
-                missing = [standby.bundle for standby in self._idle if standby.seat is None]
-                raise WorkerTimeout(phase=phase, epoch=self.epoch, missing=missing, timeout_s=self.start_timeout_s)
-            time.sleep(_POLL_S)
-
     def _dissolve(self) -> None:
+        self._actors = self.crew.actors
         super()._dissolve()
-        self.holders, self._opening, self._idle = {}, {}, []
+        self.crew = Crew(self.run_id, self.gang, self.protection.memory_limit_bytes)
 
 
 def places(seats: Sequence[Seat]) -> tuple[Place, ...]:

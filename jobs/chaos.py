@@ -29,7 +29,8 @@ from pydantic import Field
 from actors.group import GroupState
 from actors.journal import read_journal
 from actors.keeper import Kept, Phase
-from actors.recovery import Protection, RecoverableGroup, Recovery, Storage
+from actors.recovery import Protection, RecoverableGroup, Recovery
+from actors.storage import Storage
 from actors.worker import Report
 from collectives.errors import ZenrayError
 from jobs.chaos_plots import plot_chaos
@@ -233,7 +234,7 @@ class Bench:
             self.group = self._new_group()
             self.num_groups += 1
         self.group.wait_whole(timeout_s=WHOLE_S)
-        for holder in self.group.holders.values():
+        for holder in self.group.crew.holders.values():
             with suppress(ProcessLookupError):
                 pid = ray.get(holder.sit.remote(), timeout=10.0)
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -52,12 +52,12 @@ def _all_recoveries(axis: Axes, outcomes: Sequence[Outcome], limits: Mapping[Kin
             label = "limit of the 95th percentile" if kind is next((k for k in kinds if k in limits), None) else None
             axis.plot([limits[kind]] * 2, [row - 0.35, row + 0.35], color=LIMIT, linewidth=2, label=label)
     axis.set_yticks(range(len(kinds)), [str(kind) for kind in kinds])
-    axis.invert_yaxis()
+    axis.set_ylim(len(kinds) - 0.4, -1.0)
     axis.set_xlim(left=0)
     axis.grid(True, axis="x", alpha=0.25)
     axis.set(title="From the fault to the next step on every rank", xlabel="seconds")
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(frameon=False, loc="lower right")
+        axis.legend(frameon=False, loc="upper right")
 
 
 def _one_recovery(axis: Axes, outcome: Outcome) -> None:
@@ -84,4 +84,4 @@ def _one_recovery(axis: Axes, outcome: Outcome) -> None:
     axis.margins(y=0.25)
     axis.set(title=f"Seed {fault.seed}: {fault.kind} of rank {fault.rank} in {fault.phase} of step {fault.step}")
     axis.set_xlabel("seconds since the fault; numbers are steps")
-    axis.legend(frameon=False, fontsize=7, loc="upper left", ncols=2)
+    axis.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, columnspacing=1.0)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from actors.frames import HEADER_BYTES, Bytes
 from actors.keeper import Keeper, Phase
-from actors.state import DataPosition, ModelState, OptimizerState, RandomState, ResidualState
+from actors.state import DataPosition, ModelState, OptimizerState, RandomState, ResidualState, StateProvider
 from actors.worker import WorkerContext
 from collectives.feedback import ErrorFeedback
 from collectives.replicas import digest
@@ -144,7 +144,7 @@ class Training:
         feedback, position = ErrorFeedback(), DataPosition()
         for seeded in (torch.manual_seed, np.random.seed, random.seed):
             seeded(1000 + context.rank)
-        own = [RandomState({}), position, ResidualState(feedback)]
+        own: list[StateProvider] = [RandomState({}), position, ResidualState(feedback)]
         step = keeper.restore(own, [ModelState(model), OptimizerState(optimizer, model)])
         while step < self.steps:
             step += 1
@@ -184,7 +184,7 @@ class Training:
         keeper.reached(Phase.REDUCE, step)
         context.transport.all_reduce("second half", sent[half:])
         sent /= context.size
-        for parameter, gradient in zip(parameters.values(), sent.split([n for _, n in layout]), strict=True):
+        for parameter, gradient in zip(parameters.values(), torch.split(sent, [n for _, n in layout]), strict=True):
             parameter.grad = gradient.view_as(parameter).clone()
 
 

@@ -34,12 +34,16 @@ ADAM_COPIES = 3
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained. state_bytes: parameters and Adam's moments; kill_step: rank `kill_rank` dies before it, once."""
+    """What is trained. state_bytes: parameters and Adam's moments; kill_step: rank `kill_rank` dies before it, once.
+
+    compute_s: each step also waits so long, as if a device computed: then the cores are free.
+    """
 
     folder: str
     state_bytes: int
     steps: int
     every_steps: int
+    compute_s: float
     kill_step: int | None
     kill_rank: int = 1
 
@@ -70,6 +74,7 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         loss: Tensor = self.model(torch.randn(16, WIDTH, generator=generator)).square().mean()
         torch.autograd.backward([loss])
+        time.sleep(task.compute_s)
         for parameter in self.model.parameters():
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad)

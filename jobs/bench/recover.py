@@ -25,7 +25,8 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from actors.group import WorkerGroup
-from actors.recovery import RecoverableGroup, Storage
+from actors.recovery import RecoverableGroup
+from actors.storage import Storage
 from jobs.bench._recover_loops import Task, protected, ray_train_loop, unprotected
 from jobs.job import Run
 from jobs.nodes import local_nodes
@@ -52,6 +53,8 @@ class Config(Section):
     """Of each run."""
     every_steps: Annotated[int, Field(ge=1)] = 10
     """Steps between checkpoints on storage, for both."""
+    compute_s: Annotated[float, Field(ge=0)] = 0.1
+    """Each step also waits so long, as if a device computed."""
     kill_step: Annotated[int, Field(ge=2)] = 18
     """The step before which a worker is killed."""
     repeats: Annotated[int, Field(ge=1)] = 1
@@ -89,7 +92,13 @@ def measure_size(config: Config, size_mib: float, run: Run) -> dict[str, Any]:
     """All systems at one state size, one after the other on the same nodes."""
     row: dict[str, Any] = {}
     folder = run.out.resolve() / f"{size_mib:g}mib"
-    task = partial(Task, state_bytes=int(size_mib * 2**20), steps=config.steps, every_steps=config.every_steps)
+    task = partial(
+        Task,
+        state_bytes=int(size_mib * 2**20),
+        steps=config.steps,
+        every_steps=config.every_steps,
+        compute_s=config.compute_s,
+    )
     for name in SYSTEMS:
         results = []
         for repeat in range(config.repeats):
