@@ -24,6 +24,8 @@ from collectives.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
+
 Layout = tuple[tuple[str, int], ...]
 """Parameter names and their numbers of elements, in the order of a bucket."""
 
@@ -72,6 +74,8 @@ class ErrorFeedback:
 
     reversible: bool = False
     decay: float = 1.0
+    device: torch.device = CPU
+    """Where the gradients live, and with them the residuals; states are on the CPU."""
     buckets: dict[Layout, _Bucket] = field(default_factory=dict, init=False, repr=False)
     owned: dict[Layout, _Bucket] = field(default_factory=dict, init=False, repr=False)
     unplaced: Pieces = field(default_factory=dict, init=False, repr=False)
@@ -126,8 +130,8 @@ class ErrorFeedback:
         for key in [key for key in buckets if names & {name for name, _ in key}]:
             for name, piece in buckets.pop(key).pieces():
                 unplaced.setdefault(name, []).append(piece)
-        value = torch.zeros(stop - start)
-        bucket = _Bucket(layout, start, stop, value, torch.zeros(stop - start) if self.reversible else value)
+        value = torch.zeros(stop - start, device=self.device)
+        bucket = _Bucket(layout, start, stop, value, torch.zeros_like(value) if self.reversible else value)
         for name, target in bucket.pieces():
             for piece in unplaced.get(name, []):
                 self._move(name, piece, target)
@@ -206,7 +210,7 @@ class ErrorFeedback:
 
 
 def _copied(pieces: Iterable[tuple[int, int, Tensor]]) -> list[Piece]:
-    copies = [Piece(int(offset), int(numel), values.clone()) for offset, numel, values in pieces]
+    copies = [Piece(int(offset), int(numel), values.to(CPU, copy=True)) for offset, numel, values in pieces]
     return sorted(copies, key=lambda piece: piece.offset)
 
 

@@ -66,7 +66,7 @@ class Side(Protocol):
 
 def supports(codec: Codec, dtype: torch.dtype) -> bool:
     """Whether `encode` takes CUDA tensors of this type."""
-    exists = codec.name in (*BLOCK_KERNELS, "eb", "eb_sum") or (codec.name == "topk" and _topk(codec).method != "block")
+    exists = codec.name in (*BLOCK_KERNELS, "eb") or (codec.name == "topk" and _topk(codec).method != "block")
     return exists and dtype in INPUTS
 
 
