@@ -38,6 +38,8 @@ class ModuleProfile:
     step: Peak
     """During the optimizer step."""
     gradient_bytes: float
+    largest_gradient_bytes: float
+    """Of one parameter."""
     reserved_over_allocated: float
     flops_per_sample: float
     tokens_per_sample: int
@@ -56,14 +58,17 @@ class ModuleProfile:
 
     def peak(self, micro_batch: int, recompute: Recompute, keeps_gradients: bool) -> tuple[Peak, Phase]:
         """Upper bound of the peak of one rank. keeps_gradients: they live through the forward pass, as they do with
-        several micro-batches a step or in the buckets of several ranks."""
+        several micro-batches a step or in the buckets of several ranks. New ones are made beside them then, one at a
+        time; and as the trace's peak may lie late in backward, what it holds in gradients there may be activations
+        earlier."""
         low, high = self.smallest[recompute], self.largest[recompute]
         share = (micro_batch - 1) / (self.most - 1) if self.most > 1 else 0.0
         line = {
             f.name: getattr(low, f.name) + share * (getattr(high, f.name) - getattr(low, f.name)) for f in fields(Peak)
         }
         if keeps_gradients:
-            line["gradients"] = max(line["gradients"], self.gradient_bytes)
+            line["activations"] += line["gradients"] + self.largest_gradient_bytes
+            line["gradients"] = self.gradient_bytes
         backward = Peak(**line)
         return (backward, "backward") if backward.total >= self.step.total else (self.step, "optimizer")
 

@@ -102,14 +102,15 @@ class QueueProgram:
                 peaks[level] = traced.forward_backward
                 if device == "cuda":
                     reserved = max(reserved, traced.reserved / traced.allocated)
-        gradients = sum(p.numel() * p.element_size() for p in workload.model("none").parameters() if p.requires_grad)
+        trained = [p.numel() * p.element_size() for p in workload.model("none").parameters() if p.requires_grad]
         return ModuleProfile(
             family=job.workload,
             smallest=smallest,
             largest=largest,
             most=most,
             step=traced.step,
-            gradient_bytes=float(gradients),
+            gradient_bytes=float(sum(trained)),
+            largest_gradient_bytes=float(max(trained)),
             reserved_over_allocated=reserved,
             flops_per_sample=flops_per_token(workload.shape) * job.seq,
             tokens_per_sample=job.seq,

@@ -88,6 +88,27 @@ def test_growth_is_noticed_before_the_card_is_full() -> None:
     assert len(kept) < 12
 
 
+def test_growth_of_what_is_only_cached_is_given_back_once_before_anything_else() -> None:
+    class Caching:
+        allocated, cached, released = 4 * MIB, 0, 0
+
+        def sample(self) -> Sample:
+            self.cached += MIB
+            total = self.allocated + self.cached
+            return Sample(self.allocated, total, total, total)
+
+        def release_cache(self) -> None:
+            self.cached, self.released = 0, self.released + 1
+
+    card = Caching()
+    monitor = MemoryMonitor(card, LIMITS, first_step=0)
+    alarms = [monitor.step_end(step, checkpoint_step=50).alarm for step in range(12)]
+    first = alarms.index(Alarm.ABOVE_UPPER)
+    assert card.released == 1
+    assert Alarm.CROSSING not in alarms[: first + 1]
+    assert Alarm.CROSSING in alarms[first + 1 :], "it grows again: another plan is needed"
+
+
 def test_a_machine_without_cards_reports_none() -> None:
     if torch.cuda.is_available():
         assert all(report.total_bytes > 0 for report in read_cards("n"))

@@ -5,6 +5,8 @@ One cluster for the file; a trace of a model costs seconds, so jobs share as few
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +22,11 @@ from actors.job_run import Assignment
 from collectives.errors import ConfigError
 from placement.catalogue import GIB
 from placement.queue import OVER, JobState
+from zenray.queue_client import SCHEDULER_NAME, SCHEDULER_NAMESPACE
 
 Wait = Callable[[Callable[[], bool], float], bool]
 CALL_S = 60.0
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"model": {"layers": 2, "hidden": 64, "heads": 2}, "batch": 16, "seq": 64, "max_gpus": 2}
 """17 MiB at most in one micro-batch of 16, 4 in sixteen of 1."""
 
@@ -60,9 +64,9 @@ class Queue:
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
-        self.actor: Any = (
-            ray.remote(JobScheduler).options(**options, scheduling_strategy=here).remote(str(folder), program, "test")
-        )
+        name = {"name": SCHEDULER_NAME, "namespace": SCHEDULER_NAMESPACE}
+        actor_class = ray.remote(JobScheduler).options(**options, **name, scheduling_strategy=here)
+        self.actor: Any = actor_class.remote(str(folder), program, "test")
 
     def __call__(self, method: str, *arguments: Any) -> Any:
         return ray.get(getattr(self.actor, method).remote(*arguments), timeout=CALL_S)
@@ -183,6 +187,16 @@ def test_case_17_out_of_memory_goes_on_from_the_last_checkpoint_with_another_pla
     assert row["outcome"]["last_loss"] == pytest.approx(reference_loss(request, tmp_path), rel=1e-4)
 
 
+def test_case_17_a_job_that_no_plan_can_hold_ends_with_a_report(jobs: Queue, wait_until: Wait) -> None:
+    jobs("submit", job("hopeless", gpu_types=["fake-8"], recompute=["none"], max_gpus=1,
+                       retain={"kib_per_sample": 4096, "calls": 100}))  # fmt: skip
+    row = jobs.settle(wait_until, "hopeless")["hopeless"]
+    assert row["state"] == JobState.FAILED
+    assert "ran out of memory" in row["reason"]
+    keys = [attempt["key"] for attempt in row["attempts"]]
+    assert len(set(keys)) == len(keys) == row["starts"] <= 4
+
+
 def test_case_09_a_cancelled_job_frees_its_card_and_only_running_jobs_have_groups(
     jobs: Queue, wait_until: Wait
 ) -> None:
@@ -241,6 +255,28 @@ def test_case_21_host_memory_is_part_of_the_plan_and_of_the_reason(jobs: Queue, 
     assert "bundle 0 needs CPU 1, memory" in row["reason"]
     assert "Best node" in row["reason"]
     assert row["starts"] == 1, "what can never be placed is not tried again"
+
+
+def test_the_command_line_reaches_the_queue(jobs: Queue, wait_until: Wait, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "name: typed\nsteps: 100000\nbatch: 16\nseq: 64\nmodel: {layers: 2, hidden: 64, heads: 2}\nmax_gpus: 2\n"
+    )
+    env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+    def zenray(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "zenray", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+    submitted = zenray("submit", str(path))
+    assert (submitted.returncode, "typed submitted" in submitted.stdout) == (0, True), submitted.stderr
+    assert jobs.settle_in(wait_until, JobState.RUNNING, "typed")
+    told = zenray("status", "typed")
+    assert "typed: RUNNING" in told.stdout
+    assert "RESERVED: plan fake-" in told.stdout
+    assert "typed CANCELLED" in zenray("cancel", "typed").stdout
+    unknown = zenray("status", "nobody")
+    assert (unknown.returncode, "no job nobody in this queue" in unknown.stderr) == (1, True)
 
 
 def test_wrong_requests_are_refused_at_once(jobs: Queue) -> None:

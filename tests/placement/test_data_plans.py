@@ -36,6 +36,7 @@ PROFILE = ModuleProfile(
     most=16,
     step=peak(4, 1),
     gradient_bytes=4.0 * MIB,
+    largest_gradient_bytes=1.0 * MIB,
     reserved_over_allocated=1.0,
     flops_per_sample=1e9,
     tokens_per_sample=64,
@@ -45,7 +46,8 @@ CAPACITY = {gpu.name: gpu.memory_bytes for gpu in (SMALL, LARGE)}
 
 def test_memory_is_the_larger_of_the_line_and_the_optimizer_step() -> None:
     assert PROFILE.peak(16, "none", keeps_gradients=False)[0].total == 76 * MIB
-    assert PROFILE.peak(16, "none", keeps_gradients=True)[0].total == 80 * MIB
+    assert PROFILE.peak(16, "none", keeps_gradients=True)[0].total == 81 * MIB
+    assert PROFILE.peak(16, "full", keeps_gradients=True)[0].total == (4 + 8 + 16 + 1 + 4 + 1) * MIB
     middle, phase = PROFILE.peak(4, "none", keeps_gradients=False)
     assert (middle.total, phase) == (28 * MIB, "backward")
     step, phase = PROFILE.peak(1, "full", keeps_gradients=False)
