@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from actors.errors import WorkerError
 from actors.rendezvous import connect_store, group_timeout, node_address, open_store, pin_gloo_to
+from collectives import nccl
 from collectives.torch_transport import TorchTransport
 from collectives.transport import Transport
 from placement.inventory import Place, Seat
@@ -120,14 +121,20 @@ class GpuWorker:
         pin_gloo_to(node_address())
         if self.gpu_ids:
             torch.cuda.set_device(0)
+        meeting = PrefixStore(f"{self.run_id}/e{self.epoch}", self.store)
+        torch_has_nccl = dist.is_nccl_available()
         dist.init_process_group(
-            "nccl" if self.gpu_ids else "gloo",
-            store=PrefixStore(f"{self.run_id}/e{self.epoch}", self.store),
+            "nccl" if self.gpu_ids and torch_has_nccl else "gloo",
+            store=meeting,
             rank=place.rank,
             world_size=place.size,
             timeout=group_timeout(collective_timeout_s),
         )
-        self.transport = TorchTransport(timeout_s=collective_timeout_s)
+        if self.gpu_ids and not torch_has_nccl:
+            card = torch.device("cuda", 0)
+            self.transport = nccl.join(meeting, place.rank, place.size, card, timeout_s=collective_timeout_s)
+        else:
+            self.transport = TorchTransport(timeout_s=collective_timeout_s)
         self.place = place
 
     @ray.method

@@ -15,13 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from collectives.errors import CollectiveError, CollectiveTimeout, ConfigError, PeerLost
 from collectives.transport import Parcel, ReduceOp, Traffic, others
 
 POLL_S = 0.0005
+_ID_KEY = "nccl-unique-id"
 SUM, AVG = 0, 4
 """Of ncclRedOp_t."""
 UINT8 = 1
@@ -53,6 +56,14 @@ def load_nccl() -> Any:
 def new_unique_id() -> tuple[int, ...]:
     """Made by one rank and handed to all of them, by whatever connects them already (a named actor, a store)."""
     return tuple(load_nccl().get_unique_id())
+
+
+def join(store: Store, rank: int, size: int, device: torch.device, *, timeout_s: float) -> NcclTransport:
+    """Make the transport of this rank; rank 0 hands the unique id round through `store`, which all ranks share."""
+    if rank == 0:
+        store.set(_ID_KEY, np.array(new_unique_id(), np.int8).tobytes().hex())
+    unique_id = np.frombuffer(bytes.fromhex(store.get(_ID_KEY).decode()), np.int8).tolist()
+    return NcclTransport(unique_id, rank, size, device, timeout_s=timeout_s)
 
 
 class NcclTransport:

@@ -125,6 +125,14 @@ def test_collectives_run_on_it_unchanged(fake: Callable[[int], FakeNccl]) -> Non
         assert ours[2] == theirs[2]
 
 
+def test_the_unique_id_travels_through_a_store(fake: Callable[[int], FakeNccl]) -> None:
+    fake(3)
+    store = torch.distributed.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        made = list(pool.map(lambda rank: nccl.join(store, rank, 3, CPU, timeout_s=5.0), range(3)))
+    assert [transport.rank for transport in made] == [0, 1, 2]
+
+
 def test_an_exchange_is_one_group_between_two_fences(fake: Callable[[int], FakeNccl]) -> None:
     installed = fake(2)
 
