@@ -60,7 +60,7 @@ def launch(name: str, grid: int, block: int, args: Sequence[Argument], *, like: 
     with cupy.cuda.Device(like.device.index):
         stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream(like.device))
         values = tuple(_value(arg) for arg in args)
-        _function(name)((grid,), (block,), values, shared_mem=shared_bytes, stream=stream)
+        _function(name, like.device.index)((grid,), (block,), values, shared_mem=shared_bytes, stream=stream)
 
 
 def warm_up(device: torch.device) -> None:
@@ -72,7 +72,7 @@ def warm_up(device: torch.device) -> None:
 def attributes(name: str, device: torch.device) -> dict[str, int]:
     """What the driver knows of a loaded kernel: num_regs, local_size_bytes, ..."""
     with _cupy(device).cuda.Device(device.index):
-        return dict(_function(name).attributes)
+        return dict(_function(name, device.index).attributes)
 
 
 def _value(arg: Argument) -> int | np.generic:
@@ -89,7 +89,8 @@ def _module() -> Any:
 
 
 @cache
-def _function(name: str) -> Any:
+def _function(name: str, device_index: int) -> Any:
+    """The kernel as loaded on the current device, which the caller has set to `device_index`."""
     return _module().get_function(name)
 
 

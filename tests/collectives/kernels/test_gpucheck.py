@@ -87,6 +87,13 @@ def test_equality_holds_on_the_shim(as_gpu: AsGpu, monkeypatch: pytest.MonkeyPat
     assert len(found) >= len(equality.CODECS) + 8
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_equality_holds_on_a_card() -> None:
+    card = torch.device("cuda", 0)
+    found = [*equality.check_codecs(card, large=0), *equality.check_rows(card, large=0)]
+    assert [row.note for row in found if row.status != "ok"] == []
+
+
 def test_equality_notices_a_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     codec, x = equality.CODECS["int8b"], torch.randn(300)
     monkeypatch.setattr(equality, "same", lambda ours, theirs: ours.numel() != 300)
