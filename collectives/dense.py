@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collectives.channel import RoleRecord
 from collectives.codec_cost import CodecSpeed, DenseLoad, codec_speeds
 from collectives.codecs import CODECS, ErrorBoundedSum
 from collectives.codecs.codec import Codec, Flag, Residual
@@ -33,33 +34,6 @@ from collectives.topology import Topology
 from collectives.transport import Transport, all_gather_records
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RoleRecord:
-    """What one role's tensors cost a rank per step, means since the start unless said otherwise.
-
-    ratio: raw over wire bytes. predicted_ms, observed_ms, exposed_ms: as the ranks last agreed; exposed under plain
-    reductions. codec_ms: by the measured speeds. relative_error, residual_ratio: the worst at the last look.
-    """
-
-    role: Role
-    raw_bytes: float
-    wire_bytes: float
-    ratio: float
-    predicted_ms: float
-    observed_ms: float
-    exposed_ms: float
-    exposed_share: float
-    codec_ms: float
-    relative_error: float
-    residual_ratio: float
-    nonfinite_calls: int
-    underflow_calls: int
-    fallbacks: int
-    residual_bytes: int
-    buffer_bytes: int
-    plan_hash: str
 
 
 @dataclass(frozen=True)
@@ -84,7 +58,7 @@ class DenseReducer:
         self.transport, self.policy = transport, policy
         self.topology = topology or Topology.one_node(transport.size)
         self.planner = DensePlanner(link)
-        self.feedback = ErrorFeedback(reversible=True)
+        self.feedback = ErrorFeedback(reversible=True, device=transport.device)
         self.powersgd = PowerSGD()
         self.was_skipped = False
         """The running step does not count: some result was not finite, or the user took it back."""
@@ -214,7 +188,7 @@ class DenseReducer:
         codec, transport, layout = CODECS[name], self.transport, segment.layout
         residual = self.feedback.residual(layout) if name in stretch.load.feedback else None
         seed = derive_seed(0, self._step or 0, stretch.label)
-        space = self._spaces.setdefault(stretch.label, Workspace())
+        space = self._spaces.setdefault(stretch.label, Workspace(x.device))
         if pattern == "two_shot":
             owner = self._owner_residual(codec, layout, x.numel()) if residual is not None else None
             return two_shot(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from actors.group import WorkerGroup
 from actors.state import digest_of
 from actors.worker import Report
+from collectives.errors import ConfigError
 from collectives.policy import SyncPolicy
 from jobs.job import Run, run_job
 from jobs.train_cluster import TrainCluster, shapes_links, train_behind_links, train_cluster, warn_of_temporary_folder
 from jobs.train_config import TrainConfig
 from jobs.workloads.click_log import ClickLog
+from jobs.workloads.gpt import Gpt
 from jobs.workloads.stdlib_lm import StdlibLm
 from zenray.comparison import Block, TensorChoice, TrainingLog, call_table, choices
 from zenray.engine import CheckpointPlan, TrainPlan, Variant, Workload, train_rank
@@ -38,14 +40,27 @@ def workload_of(config: TrainConfig) -> Workload:
     """The workload that the configuration names."""
     if config.workload == "click_log":
         return ClickLog(config.click_log, config.batch, config.seed)
+    if config.workload == "gpt":
+        return Gpt(config.gpt, config.batch, config.seed)
     return StdlibLm(config.stdlib_lm, config.batch, config.seed)
 
 
 def plan_of(config: TrainConfig, out: Path) -> TrainPlan:
     """What every rank trains."""
-    variants = [Variant(SUBJECT, sparse=True, policy=SyncPolicy.of(config.policy))]
+    if config.optimizer == "adamw" and config.workload != "gpt":
+        raise ConfigError(f"optimizer=adamw takes no sparse gradients, which {config.workload} has; use adagrad or sgd")
+    default = SyncPolicy(optimizer=config.optimizer, dense_steps=config.dense_steps)
+    wanted = replace(SyncPolicy.of(config.policy), optimizer=config.optimizer, dense_steps=config.dense_steps)
+    variants = [Variant(SUBJECT, sparse=True, policy=wanted)]
     if config.baseline:
         variants.append(Variant(BASELINE, sparse=False, policy=None))
+    for rival in config.rivals:
+        if rival == "auto":
+            variants.append(Variant("zenray_auto", sparse=True, policy=default))
+        else:
+            variants.append(Variant(f"ddp_{rival}", sparse=False, policy=None, hook=rival))
+    for offset in range(1, 1 + config.baseline_seeds):
+        variants.append(Variant(f"{BASELINE}_seed{offset}", sparse=False, policy=None, seed_offset=offset))
     settings = config.checkpoint
     folder = Path(settings.folder).resolve() if settings.folder else out.resolve() / "checkpoints"
     trained = config.model_dump(mode="json", exclude={"checkpoint", "tracking", "timeout_s", "steps"})
@@ -89,7 +104,7 @@ def train(config: TrainConfig, run: Run) -> dict[str, Any]:
 def short_params(config: TrainConfig) -> dict[str, Any]:
     """The inputs by which runs are sorted and filtered; the whole configuration is an artifact."""
     names = ("workload", "ranks", "steps", "batch", "optimizer", "lr", "seed", "policy")
-    return {name: getattr(config, name) for name in names}
+    return {name: str(getattr(config, name)) if name == "policy" else getattr(config, name) for name in names}
 
 
 def run_group(
@@ -200,9 +215,62 @@ def conclude(
                 **wire,
             }
         )
+    metrics["dense"] = {name: mine[name]["dense"] for name in log.variants if mine[name]["dense"]}
     show_schemes(schemes, run)
+    show_codecs(metrics["dense"], log, run)
     show_variants(variants, metrics.get("comparison"), run)
+    if config.baseline:
+        metrics["ceiling"] = show_ceiling(mine[SUBJECT]["dense"]["role"], metrics["comparison"], run)
+        metrics["loss_spread"] = show_spread(variants, run)
     return metrics
+
+
+def show_codecs(dense: Mapping[str, Mapping[str, Any]], log: TrainingLog, run: Run) -> None:
+    """Which codec each stretch of dense gradients took, why, and how good the prediction was; and the events."""
+    rows = [
+        (
+            name,
+            row["label"],
+            row["choice"],
+            f"{row['observed_bytes']:,} ({row['predicted_bytes']:,})",
+            f"{row['observed_s'] * 1e3:.3g} ({row['predicted_s'] * 1e3:.3g})",
+            row["reason"],
+        )
+        for name, found in dense.items()
+        for row in found["segments"]
+    ]
+    if rows:
+        columns = ("variant", "gradients", "codec", "bytes (predicted)", "ms (predicted)", "why")
+        run.table("How dense gradients travelled: sent per rank and step", columns, rows)
+    for name, found in dense.items():
+        for event in found["events"]:
+            run.say(f"event: {name}: {event}")
+
+
+def show_ceiling(role: Mapping[str, Any], comparison: Mapping[str, Any], run: Run) -> float | None:
+    """What the exposed share allows: 1 / ((1 - f) + f / r), r being how many times fewer bytes are sent."""
+    f, r = role["exposed_share"], comparison["bytes_ratio"]
+    if not f or not r > 0:
+        return None
+    ceiling = 1 / ((1 - f) + f / r)
+    run.say(
+        f"{f:.0%} of a plain step is communication that backward does not hide; with {r:.1f} times fewer bytes the bound is "
+        f"{ceiling:.2f} times the steps per second"
+    )
+    return float(ceiling)
+
+
+def show_spread(variants: Mapping[str, Mapping[str, Any]], run: Run) -> dict[str, Any] | None:
+    """Held-out losses against the spread of the stock runs with different seeds, where there are several."""
+    stock = [f["held_out_loss"] for name, f in variants.items() if name.startswith(BASELINE)]
+    if len(stock) < 2:
+        return None
+    low, high, ours = min(stock), max(stock), variants[SUBJECT]["held_out_loss"]
+    run.say(
+        f"held-out loss {ours:.4f}; stock fp32 with {len(stock)} seeds {low:.4f} to {high:.4f}: "
+        f"{'inside or below' if ours <= high else f'{ours - high:.4f} above'}"
+    )
+    return {"low": low, "high": high, "subject": ours, "inside": ours <= high}
 
 
 def variant_figures(log: TrainingLog, name: str, result: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from jobs.workloads.click_log import ClickLogConfig
+from jobs.workloads.gpt import GptConfig
 from jobs.workloads.stdlib_lm import StdlibLmConfig
 from zenray.config import Rate, Section
 
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
-Policy = Annotated[str, BeforeValidator(lambda value: "off" if value is False else value)]
+Policy = Annotated[str | dict[str, str], BeforeValidator(lambda value: "off" if value is False else value)]
 """YAML reads a bare `off` as false."""
 Link = Annotated[Rate | None, BeforeValidator(lambda value: None if value in ("none", "off", False) else value)]
 
@@ -42,12 +43,14 @@ class TrackingConfig(Section):
 class TrainConfig(Section):
     """One training job: a workload, how its gradients travel, and what it is compared with."""
 
-    workload: Literal["stdlib_lm", "click_log"] = "stdlib_lm"
+    workload: Literal["stdlib_lm", "click_log", "gpt"] = "stdlib_lm"
     """The model and its data; its own section below sets the size."""
     stdlib_lm: StdlibLmConfig = StdlibLmConfig()
     """Language model on the sources of Python's standard library."""
     click_log: ClickLogConfig = ClickLogConfig()
     """Click prediction over categorical fields."""
+    gpt: GptConfig = GptConfig()
+    """Byte-level transformer on the same sources; all its gradients are dense."""
     ranks: PositiveCount = 2
     """Workers, one CPU each (one GPU each where the cluster has that many)."""
     steps: PositiveCount = 60
@@ -57,15 +60,18 @@ class TrainConfig(Section):
     block_steps: PositiveCount = 10
     """Steps of one variant before it is the other's turn; shorter blocks share disturbances more evenly."""
     batch: PositiveCount = 512
-    """Examples (text positions, click records) per rank and step."""
-    optimizer: Literal["sgd", "adagrad"] = "adagrad"
-    """Both leave untouched rows as they are, so sparse and dense gradients train alike."""
+    """Examples (text positions, click records, sequences) per rank and step."""
+    optimizer: Literal["sgd", "adagrad", "adamw"] = "adagrad"
+    """The first two leave untouched rows as they are, so sparse and dense gradients train alike; adamw: gpt alone."""
     lr: Annotated[float, Field(gt=0)] = 0.05
     """Learning rate."""
     seed: Count = 0
     """Of weights, data order and negatives."""
     policy: Policy = "auto"
-    """How sparse gradients travel: auto, off, or the name of one scheme."""
+    """How gradients travel: auto, off, a scheme for sparse ones, a preset (naive, mz, z, zeropp), one codec for dense
+    ones, or a mapping of roles (dp_grad: int8b,int4b) and parameter-name patterns to what they may take."""
+    dense_steps: Count = 100
+    """First steps without codecs that drop values (topk, sq, powersgd, sign, randomk)."""
     link: Link = None
     """Rate of each node's link, such as 1gbit: one Ray node per rank, each in a network namespace of its own behind a
     shaped link. Needs root, ip and tc. None: the cluster of RAY_ADDRESS, or a new one on this machine."""
@@ -73,6 +79,10 @@ class TrainConfig(Section):
     """Whether a link that cannot be built ends the job; if not, it runs without one and says so."""
     baseline: bool = True
     """Train the same model with dense gradients under stock DDP as well, interleaved, and compare."""
+    baseline_seeds: Count = 0
+    """Further stock runs with other seeds: the spread of their losses is what a difference must be held against."""
+    rivals: list[Literal["auto", "fp16", "bf16", "powersgd"]] = Field(default=[])
+    """More variants of the run: zenray's default policy, and stock DDP with torch's compression hooks."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints on disk."""
     tracking: TrackingConfig = TrackingConfig()

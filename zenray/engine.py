@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from actors.state import (
@@ -45,15 +47,18 @@ from zenray.train import prepare_model
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
+    "adamw": torch.optim.AdamW,
 }
-"""Without weight decay a row that was not touched does not change, so sparse and dense gradients train alike."""
+"""Under the first two a row that was not touched does not change, so sparse and dense gradients train alike."""
 
 
 PROBE_BYTES = 16 << 20
 
 
 class Workload(Protocol):
-    """A model and its data. Sent to every rank by pickling; equal on all of them."""
+    """A model and its data. Sent to every rank by pickling; equal on all of them. `seed` sets weights and batches."""
+
+    seed: int
 
     def facts(self) -> Mapping[str, object]:
         """What results depend on beyond the configuration; must be equal on all ranks."""
@@ -70,11 +75,16 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train. policy None is stock DDP, nothing of ours; sparse is the layout of the embedding gradients."""
+    """One way to train. policy None is stock DDP, nothing of ours; sparse is the layout of the embedding gradients.
+
+    hook: a compression hook of torch's for stock DDP, a name of `HOOKS`. seed_offset: added to the workload's seed.
+    """
 
     name: str
     sparse: bool
     policy: SyncPolicy | None
+    hook: str | None = None
+    seed_offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,9 @@ class TrainPlan:
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"unknown optimizer '{self.optimizer}'; choose one of {', '.join(OPTIMIZERS)}")
+        unknown = [v.hook for v in self.variants if v.hook is not None and v.hook not in HOOKS]
+        if unknown:
+            raise ConfigError(f"unknown hook '{unknown[0]}'; choose one of {', '.join(HOOKS)}")
         if not 0 <= self.warmup_steps < self.steps or self.block_steps < 1:
             raise ConfigError(
                 f"steps = {self.steps}, warmup_steps = {self.warmup_steps}, block_steps = {self.block_steps}: at least "
@@ -116,18 +129,61 @@ class TrainPlan:
         return [block for block in blocks if len(block)]
 
 
+def _bf16_all_reduce(group, bucket):  # type: ignore[no-untyped-def]
+    """What torch's bf16 hook does on NCCL. That one refuses Gloo by its name, though Gloo reduces bf16.
+
+    Not annotated: DDP compares a hook's annotations with the types themselves.
+    """
+    compressed = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
+    future = dist.all_reduce(compressed, async_op=True).get_future()
+    buffer = bucket.buffer()
+    return future.then(lambda done: buffer.copy_(done.value()[0]))
+
+
+def _powersgd(model: DistributedDataParallel) -> None:
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+HOOKS: Mapping[str, Callable[[DistributedDataParallel], None]] = {
+    "fp16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "bf16": lambda model: model.register_comm_hook(None, _bf16_all_reduce),
+    "powersgd": _powersgd,
+}
+"""torch's communication hooks for dense gradients, as rivals."""
+
+
 @dataclass(frozen=True)
 class HookState:
-    """What the synchroniser has learnt: its choices after a restart are those it would have made."""
+    """What the synchroniser has learnt: its choices after a restart are those it would have made.
+
+    Residuals and factors are this rank's own tensors, by `residuals/offset/numel/parameter` and `factor/parameter`.
+    """
 
     hook: SyncHook
     name: str
 
     def state_dict(self) -> State:
-        return self.hook.state_dict()
+        state = self.hook.state_dict()
+        feedback, powersgd = state.pop("feedback"), state.pop("powersgd")
+        for kind, pieces in feedback.items():
+            for parameter, entries in pieces.items():
+                state |= {f"{kind}/{offset}/{numel}/{parameter}": values for offset, numel, values in entries}
+        return state | {f"factor/{parameter}": q for parameter, q in powersgd["factors"].items()}
 
     def load_state_dict(self, state: State) -> None:
-        self.hook.load_state_dict(state)
+        feedback: dict[str, dict[str, list[tuple[int, int, Tensor]]]] = {}
+        factors: dict[str, Tensor] = {}
+        for key in [key for key in state if "/" in key]:
+            kind, _, rest = key.partition("/")
+            if kind == "factor":
+                factors[rest] = state[key]
+            else:
+                offset, numel, parameter = rest.split("/", 2)
+                feedback.setdefault(kind, {}).setdefault(parameter, []).append((int(offset), int(numel), state[key]))
+        self.hook.load_state_dict(
+            {**state, "feedback": feedback, "powersgd": {"seed": 0, "factors": factors}},
+        )
 
 
 @dataclass
@@ -147,9 +203,14 @@ class Trainer:
     @classmethod
     def create(cls, variant: Variant, workload: Workload, plan: TrainPlan, context: WorkerContext) -> Trainer:
         """Build the model and let stock DDP or zenray synchronise it; a collective call."""
+        if variant.seed_offset:
+            workload = copy(workload)
+            workload.seed += variant.seed_offset
         module = workload.model(variant.sparse).to(context.device)
         if variant.policy is None:
             ddp = DistributedDataParallel(module)
+            if variant.hook is not None:
+                HOOKS[variant.hook](ddp)
         else:
             ddp = prepare_model(module, variant.policy)
         optimizer = OPTIMIZERS[plan.optimizer](module.parameters(), lr=plan.lr)
@@ -212,7 +273,10 @@ class Trainer:
             traffic = hook.transport.traffic
             return {phase: traffic.sent_bytes(phase) for phase in list(traffic.sent)}
         gradient_bytes = sum(p.numel() * p.element_size() for p in self.ddp.module.parameters() if p.requires_grad)
-        return {"dense all-reduce": 2 * (size - 1) * gradient_bytes // size * self.position.consumed}
+        share = {"fp16": 2, "bf16": 2}.get(self.variant.hook or "", 1)
+        if self.variant.hook == "powersgd":
+            return {}  # torch does not count, and ranks of factors vary by bucket
+        return {"dense all-reduce": 2 * (size - 1) * gradient_bytes // size // share * self.position.consumed}
 
     def finish(self) -> dict[str, Any]:
         """Prove that all replicas are equal, evaluate, hand over what the planner recorded; a collective call, the last."""
@@ -221,13 +285,20 @@ class Trainer:
         check_replicas(parameters, self.context.transport)
         hook = hook_of(self.ddp)
         records: list[CallRecord] = hook.records() if hook is not None else []
+        dense: dict[str, Any] = {}
         if hook is not None:
+            dense = {
+                "role": asdict(hook.role_record()),
+                "segments": [asdict(row) for row in hook.segments()],
+                "events": hook.events(),
+            }
             hook.close()
         return {
             "held_out_loss": self.workload.evaluate(module) if self.context.rank == 0 else None,
             "parameters_sha256": digest_of({name: digest(p) for name, p in parameters.items()}),
             "num_parameters": sum(p.numel() for p in parameters.values()),
             "records": records,
+            "dense": dense,
         }
 
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from collectives.channel import RoleRecord
 from collectives.ddp import attach, hook_of
-from collectives.dense import RoleRecord, SegmentReport
+from collectives.dense import SegmentReport
 from collectives.errors import ConfigError
 from collectives.policy import SyncPolicy
 from collectives.sparse import all_reduce

@@ -91,8 +91,9 @@ def test_every_key_of_the_train_job_is_a_decision():
     assert _known_keys(TrainConfig) == [
         *("workload", "stdlib_lm", "stdlib_lm.rows", "stdlib_lm.width", "stdlib_lm.context", "stdlib_lm.negatives"),
         *("click_log", "click_log.cap", "click_log.width", "click_log.hidden", "click_log.exponent", "click_log.shift"),
-        *("ranks", "steps", "warmup_steps", "block_steps", "batch", "optimizer", "lr", "seed", "policy"),
-        *("link", "link_required", "baseline"),
+        *("gpt", "gpt.layers", "gpt.width", "gpt.heads", "gpt.context"),
+        *("ranks", "steps", "warmup_steps", "block_steps", "batch", "optimizer", "lr", "seed", "policy", "dense_steps"),
+        *("link", "link_required", "baseline", "baseline_seeds", "rivals"),
         *("checkpoint", "checkpoint.folder", "checkpoint.every_steps", "checkpoint.keep", "checkpoint.resume"),
         *("tracking", "tracking.uri", "tracking.project", "timeout_s"),
     ]
