@@ -9,9 +9,8 @@ those of `placement.recovery`; decisions are made there, this file acts on them.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from actors.errors import (
 from actors.group import GroupState, Member, WorkerGroup, root_cause
 from actors.journal import Journal
 from actors.keeper import Assignment, Kept, NoProbe, Probe, RecoverableFunction
+from actors.protection import Plan, Protection, Recovery
 from actors.storage import Storage, StorageTier
 from actors.worker import Report
 from collectives.errors import CollectiveError, CollectiveMismatch
@@ -42,56 +42,8 @@ from placement.replicas import Host
 
 HOLDERS_S = 20.0
 """How long a group waits for new holders when fewer are left than there are to be copies."""
+MAX_KEPT = 4096
 _POLL_S = 0.02
-
-
-@dataclass(frozen=True)
-class Protection:
-    """How a group protects itself."""
-
-    copies: int = 2
-    """m: holders of each shard, the own host's included."""
-    spares: int = 1
-    """Standby workers, each in a reserved bundle."""
-    heartbeat_s: float = 2.0
-    """H: a worker that is silent for so long is hung, and ended."""
-    max_recoveries: int = 16
-    """In one run; then the failure is raised."""
-    replacement_s: float = 60.0
-    """How long lost ranks wait for a replacement."""
-    min_ranks: int | None = None
-    """Elastic: without a replacement in time go on with fewer ranks, at least so many, and grow back when one comes.
-    The result is then not the one of the full group. None: never."""
-    shrink_after_s: float = 2.0
-    """Elastic: how long to wait for a replacement before going on with fewer ranks."""
-    memory_limit_bytes: int = 1 << 30
-    """Of each holder."""
-
-
-@dataclass
-class Recovery:
-    """One recovery, for the record. seconds: by stage, how long it took."""
-
-    epoch: int
-    cause: str
-    lost_ranks: tuple[int, ...]
-    began_s: float
-    """time.time() at which the driver knew."""
-    committed_before: int
-    step: int = -1
-    source: str = ""
-    num_ranks: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """From where the next epoch goes on. sources None: from nothing, or from storage."""
-
-    step: int
-    old_shards: int
-    sources: tuple[tuple[str, ...], ...] | None = None
-    storage: Path | None = None
 
 
 RECOVERABLE = (WorkerLost, WorkerTimeout, CollectiveError, HolderLost, Interrupted, RayActorError)
@@ -120,8 +72,8 @@ class RecoverableGroup(WorkerGroup):
         self.stage = Stage.DONE
         self.recoveries: list[Recovery] = []
         """Of the last run."""
-        self.kept: list[Kept] = []
-        """What each rank's keeper measured at each step of the last run."""
+        self.kept: deque[Kept] = deque(maxlen=MAX_KEPT)
+        """What each rank's keeper measured at each of the latest steps of the last run."""
         self.events: list[str] = []
         self.crew = Crew(self.run_id, self.gang, self.protection.memory_limit_bytes)
         self.storage = StorageTier(None, self.run_id, self._say)
@@ -160,7 +112,8 @@ class RecoverableGroup(WorkerGroup):
         """
         self._enter(GroupState.RUNNING)
         deadline = time.monotonic() + timeout_s
-        self.recoveries, self.kept, self.events = [], [], []
+        self.recoveries, self.events = [], []
+        self.kept.clear()
         self.storage = StorageTier(storage, self.run_id, self._say)
         self._on_stage, self._on_commit = on_stage, on_commit
         self._on_report = on_report or (lambda report: None)
@@ -215,7 +168,7 @@ class RecoverableGroup(WorkerGroup):
         assert error is not None
         raise error
 
-    def _attempt(self, function: RecoverableFunction, plan: _Plan, attempt: int, deadline: float) -> list[Any]:
+    def _attempt(self, function: RecoverableFunction, plan: Plan, attempt: int, deadline: float) -> list[Any]:
         """Seat, join and train one epoch; the results, or one of RECOVERABLE, or the function's own error."""
         if self.stage is not Stage.SEATING:
             self._go(Stage.SEATING)
@@ -266,7 +219,7 @@ class RecoverableGroup(WorkerGroup):
 
     # --- a failure: fence, survey, choose -----------------------------------------------------------------------------
 
-    def _fall_back(self, error: Exception, before: _Plan) -> _Plan:
+    def _fall_back(self, error: Exception, before: Plan) -> Plan:
         """Begin the next epoch: end what is lost, let survivors leave, ask the holders, choose the step."""
         self._metrics.add("zenray_recoveries", cause=type(error).__name__)
         self.epoch += 1
@@ -299,16 +252,16 @@ class RecoverableGroup(WorkerGroup):
                 self.crew.end_worker(member.actor, member.place.seat.node_id, member.pid)
         self.members = tuple(member for member in self.members if member.place.rank not in lost)
 
-    def _choose(self, reports: Mapping[str, Sequence[Held]], before: _Plan) -> _Plan:
+    def _choose(self, reports: Mapping[str, Sequence[Held]], before: Plan) -> Plan:
         committed = self.journal.committed
         decision = choose(reports, self.journal.history, self._ledger.announced(), committed, self._rules)
         if isinstance(decision, Restore):
-            return _Plan(decision.step, decision.num_shards, decision.sources)
+            return Plan(decision.step, decision.num_shards, decision.sources)
         if self._ledger.committed < 0 and before.sources is None:
             return before  # nothing of this run was ever committed: begin as before
         return self._after_loss(decision)
 
-    def _after_loss(self, fallback: Fallback) -> _Plan:
+    def _after_loss(self, fallback: Fallback) -> Plan:
         """The newest step that storage or memory still has, when the last committed one is lost."""
         hosts = ", ".join(host[:8] for host in fallback.hosts)
         text = f"shard(s) {list(fallback.shards)} of step {fallback.step} were lost with all of their holders ({hosts})"
@@ -316,13 +269,13 @@ class RecoverableGroup(WorkerGroup):
         older = fallback.older
         if older is not None and (found is None or found[0] <= older.step):
             self._say(f"{text}; going back to step {older.step}, which is still in memory")
-            return _Plan(older.step, older.num_shards, older.sources)
+            return Plan(older.step, older.num_shards, older.sources)
         if found is None:
             raise CheckpointError(f"{text}, and no checkpoint is on storage: start anew, with more copies or storage")
         self._say(f"{text}; going back to step {found[0]} on storage")
-        return _Plan(found[0], found[1], None, found[2])
+        return Plan(found[0], found[1], None, found[2])
 
-    def _first_plan(self) -> _Plan:
+    def _first_plan(self) -> Plan:
         """Where a run begins. A second run of the group begins a new epoch with empty holders."""
         self._lost = frozenset()
         if self.members:
@@ -334,9 +287,9 @@ class RecoverableGroup(WorkerGroup):
         storage = self.storage.storage
         found = self.storage.latest(self.num_ranks) if storage is not None and storage.resume else None
         if found is None:
-            return _Plan(0, 0)
+            return Plan(0, 0)
         self._say(f"resumed at step {found[0]} from storage")
-        return _Plan(found[0], found[1], None, found[2])
+        return Plan(found[0], found[1], None, found[2])
 
     # --- seats and ranks ----------------------------------------------------------------------------------------------
 
@@ -423,7 +376,7 @@ class RecoverableGroup(WorkerGroup):
 
     # --- copies -------------------------------------------------------------------------------------------------------
 
-    def _assign(self, plan: _Plan, attempt: int) -> list[Assignment]:
+    def _assign(self, plan: Plan, attempt: int) -> list[Assignment]:
         """What each rank does; from now on the ledger is that of this epoch."""
         self._ledger = CommitLedger(self.epoch, len(self.members), plan.step)
         hosts = [member.place.seat.node_id for member in self.members]

@@ -19,7 +19,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
-from jobs.cluster import OBJECT_STORE_BYTES, end_processes, environment, reread_auth, wait_for_nodes
+from jobs.cluster import OBJECT_STORE_BYTES, ClusterError, end_processes, environment, reread_auth, wait_for_nodes
 from placement.inventory import FAKE_LABEL, FAKE_RESOURCE
 
 START_S = 120.0
@@ -78,16 +78,9 @@ def local_nodes(num_nodes: int, *, cpus_per_node: int = 1) -> Iterator[Nodes]:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     with environment(settings):
         reread_auth()
-        cluster = RayCluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 0,
-                "object_store_memory": OBJECT_STORE_BYTES,
-                "include_dashboard": False,
-                "temp_dir": str(folder / "ray"),
-            },
-        )
+        cluster: Any = None
         try:
+            cluster = _start_head(folder, before)
             ray.init(address=cluster.address, log_to_driver=False)
             nodes = Nodes(cluster, cpus_per_node)
             for _ in range(num_nodes):
@@ -96,6 +89,28 @@ def local_nodes(num_nodes: int, *, cpus_per_node: int = 1) -> Iterator[Nodes]:
             yield nodes
         finally:
             ray.shutdown()
-            cluster.shutdown()  # type: ignore[no-untyped-call]
-            end_processes([p for p in psutil.Process().children(recursive=True) if p.pid not in before])
+            if cluster is not None:
+                cluster.shutdown()
+            _end_started(before)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_head(folder: Path, before: set[int]) -> Any:
+    """The head, without CPUs; a second time where it did not come up on a busy machine."""
+    for attempt in (1, 2):
+        arguments = {
+            "num_cpus": 0,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "include_dashboard": False,
+            "temp_dir": str(folder / f"ray{attempt}"),
+        }
+        try:
+            return RayCluster(initialize_head=True, head_node_args=arguments)  # type: ignore[no-untyped-call]
+        except Exception as error:  # Ray raises a bare one
+            _end_started(before)
+            if attempt == 2:
+                raise ClusterError(f"the Ray head did not come up in two attempts: {error}") from error
+
+
+def _end_started(before: set[int]) -> None:
+    end_processes([p for p in psutil.Process().children(recursive=True) if p.pid not in before])

@@ -16,7 +16,8 @@ import torch
 from actors.errors import CheckpointError, GroupStateError
 from actors.journal import read_journal
 from actors.keeper import Keeper, NoProbe, Phase
-from actors.recovery import Protection, RecoverableGroup, places
+from actors.protection import Protection
+from actors.recovery import RecoverableGroup, places
 from actors.state import DataPosition, ModelState, OptimizerState, RandomState
 from actors.storage import Storage
 from actors.worker import WorkerContext

@@ -1,6 +1,7 @@
 """Which step is restored, from where, and who keeps copies: pure decisions."""
 
 import itertools
+import random
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -18,7 +19,7 @@ from placement.recovery import (
     choose,
     is_void,
 )
-from placement.replicas import Host
+from placement.replicas import Host, recovery_probability
 
 PLACED = (("a", "b"), ("b", "a"), ("c", "d"), ("d", "c"))
 
@@ -142,3 +143,26 @@ def test_the_table_leads_through_the_protocol_and_skips_nothing() -> None:
     forward = {(a, b) for a in STAGES for b in STAGES[a] if b not in (Stage.FENCING, Stage.FAILED, Stage.DONE)}
     assert forward == set(itertools.pairwise([*order[1:], Stage.TRAINING]))
     assert {b for a in STAGES for b in STAGES[a]} == set(Stage)
+
+
+@pytest.mark.parametrize(("num_hosts", "copies", "num_lost"), [(4, 2, 2), (5, 2, 2), (16, 2, 3), (12, 3, 6)])
+def test_random_losses_are_survived_as_often_as_the_placement_promises(
+    num_hosts: int, copies: int, num_lost: int
+) -> None:
+    names = [f"h{i:02}" for i in range(num_hosts)]
+    rules = assign_holders(names, {name: host(name) for name in names}, copies)
+    indices = tuple(tuple(names.index(name) for name in rule) for rule in rules)
+    expected = float(recovery_probability(indices, num_lost))
+    chance = random.Random(num_hosts)
+    num_trials = 2_000
+    survived = 0
+    for _ in range(num_trials):
+        lost = set(chance.sample(names, num_lost))
+        reports = {
+            name: [held(rank, 3, num_shards=num_hosts) for rank, rule in enumerate(rules) if name in rule]
+            for name in names
+            if name not in lost
+        }
+        survived += isinstance(choose(reports, [], {}, 3, rules), Restore)
+    sigma = (expected * (1 - expected) / num_trials) ** 0.5
+    assert abs(survived / num_trials - expected) < 3 * sigma
