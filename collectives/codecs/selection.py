@@ -50,6 +50,8 @@ def sampled(bits: Array, k: int, density: float, seed: int) -> Array:
         if count >= 0.8 * k or threshold == 1:
             break
         threshold = max(int(np.float32(np.int32(threshold).view(np.float32) * np.float32(0.8)).view(np.int32)), 1)
+    else:
+        count = int(_count(bits, np.int32(threshold)))
     chosen = np.empty(count, np.int64)
     chosen = chosen[: _compact(bits, np.int32(threshold - 1), 0, chosen)]
     if count > 1.3 * k:

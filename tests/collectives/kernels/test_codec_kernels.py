@@ -12,6 +12,7 @@ from torch import Tensor
 
 from collectives.codecs import Bf16, Codec, ErrorBounded, Fp8Block, Int4Block, Int8Block, TopK
 from collectives.codecs.codec import Flag, Residual, packet_flags
+from collectives.codecs.hashing import mix64
 from collectives.errors import ConfigError, WireFormatError
 
 AsGpu = Callable[[int], AbstractContextManager[list[str]]]
@@ -203,3 +204,15 @@ def test_the_histogram_threshold_breaks_ties_by_index(as_gpu: AsGpu) -> None:
     with as_gpu(7):
         codec.decode(codec.encode(x), out)
     assert np.flatnonzero(out.numpy()).tolist() == list(range(0, 350, 7))
+
+
+def test_a_sample_that_misleads_for_ten_rounds_still_selects_at_most_k(as_gpu: AsGpu) -> None:
+    """Ten ones where the sample looks, and everything else just above the last threshold."""
+    codec = TopK(density=0.01)
+    x = torch.full((50_000,), 0.11)
+    x[mix64(3) % 50 :: 5000] = 1.0
+    expected = codec.encode(x, seed=3)
+    with as_gpu(0):
+        packet = codec.encode(x, seed=3)
+    assert same(packet, expected)
+    assert int(expected[16:24].view(torch.int64)) == 500
