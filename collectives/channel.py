@@ -64,7 +64,7 @@ class RoleRecord:
 
 @dataclass(frozen=True)
 class Decision:
-    """codec None: plain. reason says why."""
+    """codec None: plain. reason says why. predicted_s is 0 where the policy leaves nothing to predict for."""
 
     codec: Codec | None
     reason: str
@@ -73,7 +73,7 @@ class Decision:
 
 
 class Channel:
-    """A role on a transport; making one is a collective call, which measures the link where any codec is allowed.
+    """A role on a transport; making one is a collective call, which measures the link where there is a choice.
 
     beside: another role's channel on the same transport, whose measurements hold here too. sized_only: leave out codecs
     whose packets have no fixed size.
@@ -93,9 +93,10 @@ class Channel:
         names = policy.codecs_for(role, between_nodes=self.topology.spans_nodes) if transport.size > 1 else ()
         self.names = tuple(name for name in names if CODECS[name].fixed_size or not sized_only)
         self.link: Link | None = beside.link if beside is not None else None
-        if self.names and self.link is None:
-            self.link = probe_link(transport)
-        self.speeds: dict[str, CodecSpeed] = codec_speeds(self.names, transport) if self.names else {}
+        self.speeds: dict[str, CodecSpeed] = {}
+        if self.names and not policy.fixed:
+            self.link = self.link or probe_link(transport)
+            self.speeds = codec_speeds(self.names, transport)
         self.space = Workspace()
         self.decisions: dict[tuple[int, int, Movement], Decision] = {}
         self._record = RoleRecord(role)
@@ -125,8 +126,11 @@ class Channel:
         size = self.transport.size
         factor = {"all_reduce": 2 * (size - 1) / size, "once": (size - 1) / size, "send": 1.0}[movement]
         rounds = 2 if movement == "all_reduce" else 1
-        if self.link is None or not self.names or numel * itemsize < MIN_COMPRESSED_BYTES:
+        if not self.names or numel * itemsize < MIN_COMPRESSED_BYTES:
             return Decision(None, "under 64 KiB" if self.names else "no codec is allowed", 0.0)
+        if self.policy.fixed:
+            return Decision(self._configured(CODECS[self.names[0]]), "set by the policy", 0.0)
+        assert self.link is not None
         plain_s = self.link.round_s * rounds + factor * numel * itemsize / self.link.bytes_per_s
         found = []
         for name in self.names:
@@ -136,10 +140,8 @@ class Channel:
             sized = 0 if codec.fixed_size else rounds
             seconds = self.link.round_s * (rounds + sized) + factor * wire / self.link.bytes_per_s + codec_s
             found.append((seconds, codec_s, name))
-        seconds, codec_s, name = found[0] if self.policy.fixed else min(found)
+        seconds, codec_s, name = min(found)
         codec = self._configured(CODECS[name])
-        if self.policy.fixed:
-            return Decision(codec, "set by the policy", seconds, codec_s)
         if seconds < USE_BELOW * plain_s and plain_s - seconds > MIN_SAVING_S:
             return Decision(codec, f"{seconds * 1e3:.3g} ms instead of {plain_s * 1e3:.3g}", seconds, codec_s)
         return Decision(None, f"{name} would take {seconds * 1e3:.3g} of {plain_s * 1e3:.3g} ms", plain_s)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from statistics import NormalDist
 
@@ -149,7 +149,7 @@ class Load:
     union: float
     num_rows: int
     width: int
-    itemsize: int
+    itemsize: float
     id_bytes: np.ndarray
     is_dense: bool = False
 
@@ -158,7 +158,7 @@ class Load:
         return len(self.k)
 
     @property
-    def row_bytes(self) -> int:
+    def row_bytes(self) -> float:
         return self.width * self.itemsize
 
     @property
@@ -170,7 +170,7 @@ class Load:
         return int(self.k.sum())
 
     @property
-    def dense_bytes(self) -> int:
+    def dense_bytes(self) -> float:
         return self.num_rows * self.row_bytes
 
     def union_of(self, num_ranks: float) -> float:
@@ -331,9 +331,23 @@ class Prediction:
     seconds: float
 
 
+VALUE_BYTES = {"bf16": 2.0, "int8b": 1 + 4 / 256, "int4b": 0.5 + 2 / 32}
+"""Bytes per value on the wire in "scheme+codec"."""
+
+
 def predict(scheme: str, load: Load, link: Link) -> Prediction:
-    """Bytes and seconds of one scheme. Raises KeyError for a scheme without a formula."""
-    cost = COSTS[scheme](load)
+    """Bytes and seconds of one scheme, or of "scheme+codec". Raises KeyError for a scheme without a formula."""
+    base, _, codec = scheme.partition("+")
+    cost = COSTS[base](load)
+    if codec:
+        # Values shrink, ids do not; encoding and decoding touch the values as often as packing does.
+        light = COSTS[base](replace(load, itemsize=VALUE_BYTES[codec]))
+        cost = replace(
+            cost,
+            sent_bytes=light.sent_bytes,
+            received_bytes=light.received_bytes,
+            packed_bytes=2 * cost.packed_bytes,
+        )
     payload = cost.bottleneck_bytes
     seconds = cost.rounds * link.round_s + cost.pair_rounds * link.pair_s + cost.packed_bytes / link.pack_bytes_per_s
     if cost.native:

@@ -298,6 +298,8 @@ class SyncHook:
             raise ConfigError(f"loss_scale = {scale}; it must be positive and finite")
         self._reducer.dense.close_step()
         self._reducer.dense.feedback.rescale(scale / self._loss_scale)
+        for table in self._reducer.dense.rows.tables.values():
+            table *= scale / self._loss_scale
         self._loss_scale = scale
 
     def check_replicas(self) -> None:
@@ -340,7 +342,12 @@ class SyncHook:
 
 def reshard_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One hook state for every rank of a group of another size, from the states of all old ranks, in their order."""
-    return {**states[0], "feedback": reshard([state["feedback"] for state in states])}
+    tables = {
+        name: torch.stack([state["rows"][name] for state in states]).mean(0)
+        for name in states[0].get("rows", {})
+        if all(name in state["rows"] for state in states)
+    }
+    return {**states[0], "feedback": reshard([state["feedback"] for state in states]), "rows": tables}
 
 
 def _define_missing_gradients(

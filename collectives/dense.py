@@ -30,6 +30,7 @@ from collectives.packets import Workspace
 from collectives.policy import DENSE_FIRST, Role, SyncPolicy
 from collectives.reduce import homomorphic, native, one_shot, owner_span, two_hop, two_shot
 from collectives.segments import Place, Segment, contiguous_runs, cut, exempt_pieces
+from collectives.sparse.quantised import RowFeedback
 from collectives.topology import Topology
 from collectives.transport import Transport, all_gather_records
 
@@ -59,6 +60,8 @@ class DenseReducer:
         self.topology = topology or Topology.one_node(transport.size)
         self.planner = DensePlanner(link)
         self.feedback = ErrorFeedback(reversible=True, device=transport.device)
+        self.rows = RowFeedback()
+        """Residuals of sparse gradients, which share this reducer's steps."""
         self.powersgd = PowerSGD()
         self.was_skipped = False
         """The running step does not count: some result was not finite, or the user took it back."""
@@ -82,8 +85,10 @@ class DenseReducer:
             return
         if self.was_skipped:
             self.feedback.rollback()
+            self.rows.rollback()
         else:
             self.feedback.commit()
+            self.rows.commit()
         self._num_steps += 1
         self._step, self.was_skipped = None, False
 
@@ -241,7 +246,7 @@ class DenseReducer:
 
     def _check_finite(self, reduced: Tensor) -> None:
         """A loss scaler will skip the whole step if any gradient is not finite, so all residuals must follow."""
-        if self.feedback.buckets and not bool(torch.isfinite(reduced.sum())):
+        if (self.feedback.buckets or self.rows.tables) and not bool(torch.isfinite(reduced.sum())):
             self.was_skipped = True
 
     # --- planning ---
@@ -313,7 +318,7 @@ class DenseReducer:
             nonfinite_calls=self._num_nonfinite,
             underflow_calls=self._num_underflows,
             fallbacks=len(self.planner.events),
-            residual_bytes=self.feedback.num_bytes,
+            residual_bytes=self.feedback.num_bytes + self.rows.num_bytes,
             buffer_bytes=sum(space.num_bytes for space in self._spaces.values()),
             plan_hash=self.planner.plan_hash(),
         )
@@ -343,6 +348,7 @@ class DenseReducer:
         return {
             "plan": self.planner.state_dict(),
             "feedback": self.feedback.state_dict(),
+            "rows": {name: table.clone() for name, table in self.rows.tables.items()},
             "powersgd": self.powersgd.state_dict(),
         }
 
@@ -352,6 +358,7 @@ class DenseReducer:
         if "plan" in state:
             self.planner.load_state_dict(state["plan"])
         self.feedback.load_state_dict(state.get("feedback", {}))
+        self.rows.load(state.get("rows", {}))
         if "powersgd" in state:
             self.powersgd.load_state_dict(state["powersgd"])
 

@@ -24,6 +24,7 @@ from collectives.policy import SyncPolicy
 from collectives.segments import Place
 from collectives.sparse.agreement import Agreement, Layout, negotiate
 from collectives.sparse.ids import DTYPES, normalise, to_coo
+from collectives.sparse.quantised import QUANTISED
 from collectives.sparse.rows import SparseRows
 from collectives.sparse.schemes import SCHEMES
 from collectives.sparse.workspace import METADATA
@@ -82,7 +83,8 @@ class GradientReducer:
             raise
         agreement = self._negotiate(name, rows, Layout.SPARSE)
         load = load_of(agreement)
-        choice = self.planner.choose(name, load, self.policy.scheme_for(name, is_dense=False))
+        codec = self.policy.value_codec(name) if rows.values.dtype == torch.float32 and rows.values.is_cpu else None
+        choice = self.planner.choose(name, load, self._override(name, rows, is_dense=False), codec)
         return to_coo(self._reduce_rows(choice.scheme, rows, agreement, load), gradient.shape)
 
     def _reduce_touched_rows(self, place: Place, buffer: Tensor) -> Load | None:
@@ -93,7 +95,7 @@ class GradientReducer:
         rows = SparseRows(ids, values, len(matrix))
         agreement = self._negotiate(place.name, rows, Layout.DENSE)
         load = load_of(agreement, is_dense=True)
-        choice = self.planner.choose(place.name, load, self.policy.scheme_for(place.name, is_dense=True))
+        choice = self.planner.choose(place.name, load, self._override(place.name, rows, is_dense=True))
         if choice.scheme == "dense":
             return load
         reduced = self._reduce_rows(choice.scheme, rows, agreement, load)
@@ -114,9 +116,20 @@ class GradientReducer:
         self.dense.was_skipped |= agreement.found_inf
         return agreement
 
+    def _override(self, name: str, rows: SparseRows, *, is_dense: bool) -> str | None:
+        """The scheme that the policy fixes. Quantised columns take fp32 rows with a column for every rank."""
+        wanted = self.policy.scheme_for(name, is_dense=is_dense)
+        fits = rows.values.dtype == torch.float32 and rows.values.is_cpu and rows.width >= self.transport.size > 1
+        return wanted.partition("+")[0] if wanted is not None and not fits else wanted
+
     def _reduce_rows(self, scheme: str, rows: SparseRows, agreement: Agreement, load: Load) -> SparseRows:
         with self._measured() as spent:
-            reduced = SCHEMES[scheme].all_reduce(rows, self.transport, "mean", agreement.sizes)
+            if scheme in QUANTISED:
+                reduced = QUANTISED[scheme].all_reduce(
+                    rows, self.transport, "mean", agreement.sizes, self.dense.rows, agreement.name
+                )
+            else:
+                reduced = SCHEMES[scheme].all_reduce(rows, self.transport, "mean", agreement.sizes)
         self.planner.observe(agreement.name, load, len(reduced.ids), spent.payload_bytes, spent.seconds)
         return reduced
 

@@ -101,16 +101,19 @@ def choose_scheme(
     override: str | None = None,
     correction: Mapping[str, float] | None = None,
     current: str | None = None,
+    value_codec: str | None = None,
 ) -> Choice:
     """The scheme with the least expected time; a pure function, so equal inputs give equal choices on all ranks.
 
     override: a scheme name from the policy; taken as it is. correction: observed over modelled seconds of the schemes
     measured so far; unmeasured ones are favoured by `OPTIMISM`. current: kept unless another gains `SWITCH_GAIN`.
+    value_codec: also consider the column split with values in this codec.
     Raises ConfigError for an override without a cost formula.
     """
-    if override is not None and override not in COSTS:
+    if override is not None and override.partition("+")[0] not in COSTS:
         raise ConfigError(f"unknown scheme '{override}'; schemes are {', '.join(COSTS)}")
-    names = dict.fromkeys((*(ROW_SCHEMES if load.width > 1 else ELEMENT_SCHEMES), override or "dense"))
+    quantised = (f"column+{value_codec}",) if value_codec and load.width >= load.size > 1 else ()
+    names = dict.fromkeys((*(ROW_SCHEMES if load.width > 1 else ELEMENT_SCHEMES), *quantised, override or "dense"))
     known = correction or {}
     bias = min(known.values(), default=1.0)
     model = {name: predict(name, load, link) for name in names}
@@ -202,11 +205,11 @@ class Planner:
             ratios.append(seconds / agreed.model_s)
             del ratios[:-WINDOW]
 
-    def choose(self, name: str, load: Load, override: str | None = None) -> Choice:
+    def choose(self, name: str, load: Load, override: str | None = None, value_codec: str | None = None) -> Choice:
         """Decide this call. `load.union` is replaced by the prediction from this tensor's past."""
         tensor = self._tensor(name)
         load = replace(load, union=predicted_union(load.k, tensor.gamma, load.num_rows))
-        choice = choose_scheme(load, self.link, override, tensor.correction(), tensor.current)
+        choice = choose_scheme(load, self.link, override, tensor.correction(), tensor.current, value_codec)
         on_trial = tensor.current
         num_seen = tensor.num_observed.get(on_trial or "", 0)
         if override is None and on_trial is not None and 0 < num_seen < TRIALS:

@@ -165,7 +165,8 @@ class HookState:
 
     def state_dict(self) -> State:
         state = self.hook.state_dict()
-        feedback, powersgd = state.pop("feedback"), state.pop("powersgd")
+        feedback, powersgd, rows = state.pop("feedback"), state.pop("powersgd"), state.pop("rows")
+        state |= {f"rows/{parameter}": table for parameter, table in rows.items()}
         for kind, pieces in feedback.items():
             for parameter, entries in pieces.items():
                 state |= {f"{kind}/{offset}/{numel}/{parameter}": values for offset, numel, values in entries}
@@ -174,15 +175,18 @@ class HookState:
     def load_state_dict(self, state: State) -> None:
         feedback: dict[str, dict[str, list[tuple[int, int, Tensor]]]] = {}
         factors: dict[str, Tensor] = {}
+        rows: dict[str, Tensor] = {}
         for key in [key for key in state if "/" in key]:
             kind, _, rest = key.partition("/")
             if kind == "factor":
                 factors[rest] = state[key]
+            elif kind == "rows":
+                rows[rest] = state[key]
             else:
                 offset, numel, parameter = rest.split("/", 2)
                 feedback.setdefault(kind, {}).setdefault(parameter, []).append((int(offset), int(numel), state[key]))
         self.hook.load_state_dict(
-            {**state, "feedback": feedback, "powersgd": {"seed": 0, "factors": factors}},
+            {**state, "feedback": feedback, "rows": rows, "powersgd": {"seed": 0, "factors": factors}},
         )
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.sparse.all_reduce import reduce_rows
+from collectives.sparse.quantised import QUANTISED, RowFeedback
 from collectives.sparse.rows import SparseRows
 from collectives.sparse.schemes import SCHEMES
 from collectives.torch_transport import TorchTransport
@@ -117,7 +118,23 @@ def sparse_suite(transport: TorchTransport, config: dict[str, Any]) -> Sequence[
         Contender("dense", all_reduce, lambda: total.copy_(dense)),
         Contender("gloo_sparse", gloo_sparse, make_gradient, lambda: total),
     ]
-    return baselines + [Contender(name, scheme(name), reference=lambda: total) for name in [*SCHEMES, "auto"]]
+
+    def quantised(name: str) -> Callable[[], SparseRows]:
+        feedback = RowFeedback()
+
+        def call() -> SparseRows:
+            reduced = QUANTISED[name].all_reduce(rows, transport, "sum", None, feedback)
+            feedback.rollback()
+            return reduced
+
+        return call
+
+    exact = [Contender(name, scheme(name), reference=lambda: total) for name in [*SCHEMES, "auto"]]
+    return [
+        *baselines,
+        *exact,
+        *(Contender(name, quantised(name), lambda: None, lambda: total, 0.4) for name in QUANTISED),
+    ]
 
 
 SUITES = {"exchange": exchange_suite, "sparse": sparse_suite, "compress": compress_suite}
