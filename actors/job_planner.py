@@ -5,7 +5,8 @@ Between the pure planning of `placement` and the scheduler: it looks things up a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 
 from actors.job_run import Ending, JobNeeds, JobProgram, JobRun
 from actors.job_store import JobStore
@@ -13,7 +14,7 @@ from placement.catalogue import GpuType
 from placement.correction import Observation, moved
 from placement.data_plans import ModuleProfile, correction_key, data_plans, front, predicted
 from placement.inventory import GpuNode
-from placement.plans import Knowledge, PlanList
+from placement.plans import Knowledge, Plan, PlanList
 from placement.queue import JobEntry
 from placement.replan import plans_after
 
@@ -36,8 +37,8 @@ class JobPlanner:
         return self._needs[entry.job_id]
 
     def profile(self, entry: JobEntry) -> ModuleProfile:
-        """The profile of the job's class; it must have been stored."""
-        return ModuleProfile.from_json(self.store.profiles[self.program.class_key(entry.request)])
+        """The profile of the job's module; it must have been stored."""
+        return ModuleProfile.from_json(self.store.profiles[self.program.profile_key(entry.request)])
 
     def plans(self, entry: JobEntry, nodes: Iterable[GpuNode]) -> PlanList:
         """What to queue the job with: the front of its plans, or after failures the ladder of those not tried."""
@@ -52,10 +53,12 @@ class JobPlanner:
             list(allowed.values()),
             max_gpus=needs.max_gpus,
             recompute=needs.recompute,
+            pinned=needs.pinned,
             knowledge=Knowledge(correction=self.store.correction, image=self.image),
         )
         if not entry.attempts:
-            return PlanList(front(found.plans)[:MAX_PLANS], found.rejected, found.nearest)
+            best = in_time(front(found.plans), entry, needs)[:MAX_PLANS]
+            return PlanList(best, found.rejected, found.nearest)
         capacity = {name: gpu.memory_bytes for name, gpu in gpus.items()}
         left = plans_after(found.plans, entry.attempts, capacity)[:MAX_PLANS]
         return PlanList(left, found.rejected, f"no plan is left after {len(entry.attempts)} that ran out of memory")
@@ -73,7 +76,7 @@ class JobPlanner:
             keeps_gradients=plan.data > 1 or plan.num_micro > 1,
             knowledge=Knowledge(image=self.image),
         )
-        key, before = correction_key(profile.family, card.name, self.image), self.store.correction
+        key, before = correction_key(profile, card.name, self.image), self.store.correction
         self.store.learn(
             Observation(
                 run_id=run.run_id,
@@ -84,6 +87,14 @@ class JobPlanner:
             )
         )
         return moved(before, self.store.correction, key) > STALE_FACTOR
+
+
+def in_time(plans: Sequence[Plan], entry: JobEntry, needs: JobNeeds) -> tuple[Plan, ...]:
+    """Plans that would end before the deadline, first come first, then the others; all as they are without one."""
+    if needs.deadline_s is None:
+        return tuple(plans)
+    left_steps, end_s = needs.steps - entry.done_steps, entry.submit_s + needs.deadline_s
+    return tuple(sorted(plans, key=lambda plan: time.time() + left_steps * plan.step_time_s > end_s))
 
 
 def types_of(nodes: Iterable[GpuNode]) -> Mapping[str, GpuType]:

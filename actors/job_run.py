@@ -54,6 +54,8 @@ class JobNeeds:
     steps: int
     max_gpus: int
     recompute: tuple[Recompute, ...]
+    pinned: Mapping[str, int]
+    """Degrees that are fixed, see `placement.data_plans.PINNABLE`."""
     gpu_types: tuple[str, ...]
     """The only types allowed; empty: all."""
     resources: Mapping[str, float]
@@ -86,6 +88,9 @@ class JobProgram(Protocol):
     def check(self, request: Mapping[str, Any]) -> JobNeeds:
         """Raises ConfigError if the request is wrong."""
 
+    def profile_key(self, request: Mapping[str, Any]) -> str:
+        """Equal for jobs that share a profile."""
+
     def class_key(self, request: Mapping[str, Any]) -> str:
         """Equal for jobs whose plans are the same."""
 
@@ -93,7 +98,8 @@ class JobProgram(Protocol):
         """Trace the job's module; takes seconds."""
 
     def rank_function(self, request: Mapping[str, Any], assignment: Assignment) -> RankFunction:
-        """What every rank runs. Returns a mapping: `ended` ("done" or "alarm"), `peak_bytes`, and figures."""
+        """What every rank runs. Returns a mapping: `ended` ("done" or "alarm"), `alarm` (its text, on the ranks that
+        raised it), `step`, `peak_bytes`, `needed_bytes`, and figures."""
 
 
 @dataclass
@@ -116,6 +122,8 @@ class JobRun:
     evicted: bool = False
     cancelled: bool = False
     peak_bytes: float = 0.0
+    needed_bytes: float = 0.0
+    """What the plan would have needed: the peak, or more where a trend says so."""
     step: int = 0
     loss: float | None = None
     group: WorkerGroup | None = None
@@ -157,6 +165,7 @@ class JobRun:
                 self.peak_bytes = max(self.peak_bytes, float(error.used_bytes))
         peaks = [float(result["peak_bytes"]) for result in results]
         self.peak_bytes = max([self.peak_bytes, *peaks])
+        self.needed_bytes = max([self.peak_bytes, *(float(result["needed_bytes"]) for result in results)])
         self.on_ended(self, ending, detail, dict(results[0]) if results else {})
 
     def _hear(self, report: Report) -> None:

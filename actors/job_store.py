@@ -33,7 +33,7 @@ class JobStore:
         self.entries: dict[str, JobEntry] = {}
         self.correction = Correction()
         self.profiles: dict[str, dict[str, Any]] = {}
-        """Profiles of job classes, by class key, as JSON holds them."""
+        """Profiles of modules by their key, as JSON holds them."""
         self._lock = (folder / "lock").open("wb")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,10 +67,10 @@ class JobStore:
         self._append({"observation": _plain(observation)})
         self.correction = observe(self.correction, observation)
 
-    def keep_profile(self, class_key: str, profile: Mapping[str, Any]) -> None:
-        """The profile of a job class, so that it is traced once."""
-        self._append({"class": class_key, "profile": dict(profile)})
-        self.profiles[class_key] = dict(profile)
+    def keep_profile(self, key: str, profile: Mapping[str, Any]) -> None:
+        """The profile of a module, so that it is traced once."""
+        self._append({"key": key, "profile": dict(profile)})
+        self.profiles[key] = dict(profile)
 
     def close(self) -> None:
         """Idempotent."""
@@ -121,7 +121,7 @@ class JobStore:
         elif "observation" in line:
             self.correction = observe(self.correction, _observation(line["observation"]))
         else:
-            self.profiles[line["class"]] = line["profile"]
+            self.profiles[line["key"]] = line["profile"]
 
     def _compact(self) -> BinaryIO:
         """Write a snapshot of all that is known and begin its journal; older files go last."""

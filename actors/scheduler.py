@@ -78,9 +78,13 @@ class JobScheduler:
 
     @ray.method
     def submit(self, request: Mapping[str, Any]) -> str:
-        """Queue a job and return its id; never waits for a prediction. Raises ConfigError for a wrong request."""
+        """Queue a job and return its id; never waits for a prediction. The same request again changes nothing, so that a
+        caller may repeat it after a failure. Raises ConfigError for a wrong request, WorkerError for a name in use."""
         self.program.check(request)
         with self._lock:
+            known = self._store.entries.get(str(request["name"]))
+            if known is not None and dict(known.request) == dict(request):
+                return known.job_id
             entry = JobEntry(job_id=str(request["name"]), request=request, submit_s=time.time())
             self._store.submit(entry)
         self._wake.set()
@@ -204,7 +208,7 @@ class JobScheduler:
         if deadline_s is not None and time.time() > entry.submit_s + deadline_s:
             self._expire(entry)
         elif entry.state is S.SUBMITTED:
-            key = self.program.class_key(entry.request)
+            key = self.program.profile_key(entry.request)
             if key in self._store.profiles:
                 self._change(entry.job_id, "", state=S.PREDICTED)
             elif key not in self._profiling.values():
@@ -233,7 +237,7 @@ class JobScheduler:
             except Exception as error:  # the trace of one model fails; others go on
                 with self._lock:
                     for entry in list(self._store.entries.values()):
-                        if entry.state is S.SUBMITTED and self.program.class_key(entry.request) == key:
+                        if entry.state is S.SUBMITTED and self.program.profile_key(entry.request) == key:
                             self._fail(entry.job_id, f"its memory could not be predicted: {error}")
 
     # --- plans --------------------------------------------------------------------------------------------------------
@@ -438,7 +442,7 @@ class JobScheduler:
     def _replan(self, run: JobRun, ending: Ending, detail: str) -> None:
         """Out of memory, or nearly: the plan is never tried again; the next one goes on from the last checkpoint."""
         entry = self._entry(run.job_id)
-        attempts = (*entry.attempts, attempt_of(run.plan, run.peak_bytes or run.plan.memory.nvml))
+        attempts = (*entry.attempts, attempt_of(run.plan, run.needed_bytes or run.plan.memory.nvml))
         self._change(run.job_id, f"{ending}: {detail}", state=S.RESIZING, attempts=attempts)
         self._metrics.add("zenray_replans", cause=ending.name.lower())
         self._leave_core(run.job_id)

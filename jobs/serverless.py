@@ -31,6 +31,8 @@ from zenray.recorder import Recorder, RunRecord
 
 POLL_S = 0.5
 CALL_S = 60.0
+MAX_REASON = 60
+"""Characters of a reason in the table."""
 SETTLED = OVER | {JobState.INFEASIBLE}
 
 
@@ -93,16 +95,16 @@ def serve(config: ServerlessConfig, run: Run) -> dict[str, Any]:
 
 def follow(actor: Any, config: ServerlessConfig, run: Run, record: RunRecord) -> list[dict[str, Any]]:
     """Print every change and record every end, until all jobs are settled or the time is up; returns the last rows."""
-    seen: dict[str, int] = {}
+    shown: dict[str, str] = {}
     recorded: set[str] = set()
     deadline = time.monotonic() + config.timeout_s
     while True:
         rows: list[dict[str, Any]] = ray.get(actor.jobs.remote(), timeout=CALL_S)
         for row in rows:
-            last, lines = seen.get(row["job_id"], 0), row["history"]
-            for line in lines[last:]:
+            last, lines = shown.get(row["job_id"]), row["history"]
+            for line in lines[lines.index(last) + 1 :] if last in lines else lines:
                 run.say(f"{row['job_id']:>14} {line}")
-            seen[row["job_id"]] = len(lines)
+                shown[row["job_id"]] = line
             if row["state"] in OVER and row["job_id"] not in recorded:
                 recorded.add(row["job_id"])
                 record_job(row, record)
@@ -164,8 +166,13 @@ def _cells(row: Mapping[str, Any]) -> tuple[object, ...]:
         outcome["predicted_bytes"] / MIB if outcome else None,
         outcome["peak_bytes"] / MIB if outcome else None,
         outcome.get("last_loss"),
-        row["reason"],
+        _cut(row["reason"]),
     )
+
+
+def _cut(reason: str) -> str:
+    """The beginning of a long reason; result.json has all of it."""
+    return reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."
 
 
 def main() -> int:

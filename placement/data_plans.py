@@ -20,6 +20,8 @@ from placement.plans import Knowledge, Plan, PlanList, Rejected
 from placement.shapes import RECOMPUTE, Recompute
 from placement.speed import SpeedModel
 
+PINNABLE = ("data", "micro_batch")
+"""Degrees that a user may fix."""
 HEADROOM = 1.05
 """Upper bound over centre of a traced module: the trace sees every tensor, only library workspaces are guessed."""
 
@@ -30,6 +32,8 @@ class ModuleProfile:
 
     family: str
     """What the correction is learned for, such as the name of the workload."""
+    variant: str
+    """What tells models of a family apart, such as a digest of their shape."""
     smallest: Mapping[Recompute, Peak]
     """Forward and backward at micro-batch 1."""
     largest: Mapping[Recompute, Peak]
@@ -85,20 +89,25 @@ def data_plans(
     *,
     max_gpus: int,
     recompute: Sequence[Recompute] = ("none", "full"),
+    pinned: Mapping[str, int] | None = None,
     knowledge: Knowledge | None = None,
 ) -> PlanList:
     """Every plan that fits, best first (samples a second and weighted card), with those that do not and why.
+
+    pinned: degrees that are fixed, by the names in PINNABLE.
 
     Raises PlacementError without a GPU type. No feasible plan is no error: see `PlanList.nearest`.
     """
     if not gpus:
         raise PlacementError("no GPU type to plan for; the cluster has no labelled card")
-    known = knowledge or Knowledge()
+    known, wanted = knowledge or Knowledge(), pinned or {}
     levels = [level for level in RECOMPUTE if level in recompute and level in profile.smallest]
     plans: list[Plan] = []
     rejected: list[Rejected] = []
     for gpu in gpus:
         for d, b, m in splits(global_batch, min(max_gpus, global_batch), profile.most):
+            if any(degree != wanted.get(name, degree) for name, degree in zip(PINNABLE, (d, b), strict=True)):
+                continue
             for level in levels:
                 memory = predicted(profile, gpu, b, level, keeps_gradients=d > 1 or m > 1, knowledge=known)
                 short = int(memory.nvml_upper) - gpu.memory_bytes
@@ -111,7 +120,14 @@ def data_plans(
                 rate = global_batch / (seconds * d * gpu.price)
                 plans.append(_plan(gpu.name, (d, b, m), level, memory, seconds, rate))
     plans.sort(key=lambda plan: (-plan.samples_per_weighted_gpu_s, plan.num_gpus, plan.gpu_type))
-    return PlanList(tuple(plans), tuple(rejected), "" if plans else _nearest(rejected, global_batch, max_gpus))
+    if plans:
+        return PlanList(tuple(plans), tuple(rejected))
+    nearest = _nearest(rejected, global_batch, max_gpus)
+    if wanted:
+        free = data_plans(profile, global_batch, gpus, max_gpus=max_gpus, recompute=recompute, knowledge=knowledge)
+        fixed = ", ".join(f"{name}={degree}" for name, degree in wanted.items())
+        nearest = f"{plan_key(free.plans[0])} fits, without {fixed}" if free.plans else free.nearest
+    return PlanList((), tuple(rejected), nearest)
 
 
 def front(plans: Sequence[Plan]) -> tuple[Plan, ...]:
@@ -174,12 +190,12 @@ def predicted(
         limiting_stage="last",
         confidence="known",
     )
-    return correct(knowledge.correction, correction_key(profile.family, gpu.name, knowledge.image), memory)
+    return correct(knowledge.correction, correction_key(profile, gpu.name, knowledge.image), memory)
 
 
-def correction_key(family: str, gpu_type: str, image: str) -> tuple[str, ...]:
-    """The key under which runs of a traced module are learned from."""
-    return (family, gpu_type, image, "as traced", TRACED)
+def correction_key(profile: ModuleProfile, gpu_type: str, image: str) -> tuple[str, ...]:
+    """The key under which runs of a traced module are learned from. What others of its family need counts too, less."""
+    return (profile.family, gpu_type, image, profile.variant, TRACED)
 
 
 def step_time_s(

@@ -28,7 +28,8 @@ class Attempt:
     recompute: str
     predicted_bytes: float
     measured_bytes: float
-    """Highest seen; after an out-of-memory error the bytes that were asked for, a lower bound."""
+    """Highest seen; after an out-of-memory error the bytes that were asked for, a lower bound; after a warning what the
+    trend would have come to."""
 
 
 def attempt_of(plan: Plan, measured_bytes: float) -> Attempt:

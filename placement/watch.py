@@ -43,6 +43,8 @@ class Verdict:
     slope_bytes: float
     """Growth per step."""
     crossing_step: int | None = None
+    projected_bytes: int = 0
+    """Peak that the trend leads to in the last step before the next checkpoint."""
 
 
 def judge(peaks: Sequence[tuple[int, int]], limits: Limits, *, first_step: int, checkpoint_step: int) -> Verdict:
@@ -54,10 +56,14 @@ def judge(peaks: Sequence[tuple[int, int]], limits: Limits, *, first_step: int, 
     crossing = None
     if slope > 0:
         crossing = last_step + max(1, int((limits.capacity_bytes - last_bytes) // slope) + 1)
-    if crossing is not None and crossing < checkpoint_step:
-        return Verdict(alarm=Alarm.CROSSING, peak_bytes=last_bytes, slope_bytes=slope, crossing_step=crossing)
     alarm = Alarm.ABOVE_UPPER if last_bytes > limits.upper_bytes else Alarm.NONE
-    return Verdict(alarm=alarm, peak_bytes=last_bytes, slope_bytes=slope, crossing_step=crossing)
+    return Verdict(
+        alarm=Alarm.CROSSING if crossing is not None and crossing < checkpoint_step else alarm,
+        peak_bytes=last_bytes,
+        slope_bytes=slope,
+        crossing_step=crossing,
+        projected_bytes=last_bytes + int(max(0.0, slope) * max(0, checkpoint_step - 1 - last_step)),
+    )
 
 
 def growth(peaks: Sequence[tuple[int, int]]) -> float:

@@ -83,12 +83,14 @@ class JobConfig(Section):
     max_gpus: PositiveInt = 8
     recompute: list[Recompute] = Field(default=["none", "full"])
     """What may be recomputed; `none` alone forbids recomputation."""
+    pin: dict[str, int] = Field(default_factory=dict)
+    """What is fixed of the plan: `data` (ranks), `micro_batch`."""
     gpu_types: list[str] = Field(default_factory=list)
     """The only card types allowed; empty: all."""
     host_memory_mib: PositiveInt = 512
     """Host memory that Ray reserves for each rank."""
     deadline_s: PositiveFloat | None = None
-    """From submission to the end; then the job fails."""
+    """From submission to the end; plans that are predicted to make it go first, and then the job fails."""
     timeout_s: PositiveFloat = 3600.0
     """For one attempt."""
     boost_s: float = Field(default=0.0, ge=0.0)

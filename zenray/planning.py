@@ -13,7 +13,7 @@ from placement.configs import predict_config
 from placement.data_plans import data_plans
 from placement.inventory import Inventory, fake_card, gpu_nodes
 from placement.memory import MemoryPrediction, predict
-from placement.plans import Knowledge, PlanList, enumerate_plans
+from placement.plans import PlanList, enumerate_plans
 from placement.shapes import Layout, ModelShape, Setup
 from zenray.job_config import JobConfig, PlanConfig, request_of
 
@@ -73,7 +73,7 @@ def plan(job: JobConfig | PlanConfig, cluster: Cards) -> PlanList:
     allowed = [gpu for gpu in gpus if not needs.gpu_types or gpu.name in needs.gpu_types]
     profile = program.profile(request)
     return data_plans(
-        profile, job.batch, allowed, max_gpus=job.max_gpus, recompute=needs.recompute, knowledge=Knowledge()
+        profile, job.batch, allowed, max_gpus=job.max_gpus, recompute=needs.recompute, pinned=needs.pinned
     )
 
 

@@ -25,7 +25,7 @@ from actors.state import CheckpointFolder, ModelState, OptimizerState, Stamp, St
 from actors.worker import RankFunction, WorkerContext
 from collectives.errors import ConfigError
 from placement.catalogue import MIB
-from placement.data_plans import ModuleProfile
+from placement.data_plans import PINNABLE, ModuleProfile
 from placement.peaks import Peak
 from placement.shapes import ModelShape, Recompute
 from placement.speed import flops_per_token
@@ -70,11 +70,14 @@ class QueueProgram:
         """Raises ConfigError if no training can be made of the request."""
         job = job_of(request)
         workload_of(job)
+        if unknown := set(job.pin) - set(PINNABLE):
+            raise ConfigError(f"job '{job.name}': cannot pin {', '.join(sorted(unknown))}, only {', '.join(PINNABLE)}")
         return JobNeeds(
             global_batch=job.batch,
             steps=job.steps,
             max_gpus=job.max_gpus,
             recompute=tuple(job.recompute),
+            pinned=job.pin,
             gpu_types=tuple(job.gpu_types),
             resources={"CPU": 1.0, "memory": float(job.host_memory_mib * MIB)},
             timeout_s=job.timeout_s,
@@ -82,10 +85,13 @@ class QueueProgram:
             boost_s=job.boost_s,
         )
 
+    def profile_key(self, request: Mapping[str, Any]) -> str:
+        """All that a trace depends on."""
+        return digest_of({name: request[name] for name in _TRACED})[:16]
+
     def class_key(self, request: Mapping[str, Any]) -> str:
-        """All that a profile depends on, and what narrows the choice of plans."""
-        names = ("workload", "model", "batch", "seq", "retain", "max_gpus", "recompute", "gpu_types")
-        return digest_of({name: request[name] for name in names})[:16]
+        """The same, and what narrows the choice of plans."""
+        return digest_of({name: request[name] for name in (*_TRACED, *_NARROWING)})[:16]
 
     def profile(self, request: Mapping[str, Any]) -> ModuleProfile:
         """Trace the module at the smallest and the largest micro-batch, with and without recomputation."""
@@ -105,6 +111,7 @@ class QueueProgram:
         trained = [p.numel() * p.element_size() for p in workload.model("none").parameters() if p.requires_grad]
         return ModuleProfile(
             family=job.workload,
+            variant=self.profile_key(request),
             smallest=smallest,
             largest=largest,
             most=most,
@@ -134,10 +141,11 @@ def train_rank(request: Mapping[str, Any], assignment: Assignment, context: Work
         loop = _Loop(job, assignment, context)
         monitor = MemoryMonitor(card, limits, loop.done_steps)
         started = perf_counter()
-        alarm = loop.run(monitor, where)
+        alarm, needed_bytes = loop.run(monitor, where)
         return {
             "ended": "alarm" if loop.stopped else "done",
             "alarm": alarm,
+            "needed_bytes": max(needed_bytes, monitor.peak_bytes),
             "step": loop.done_steps,
             "losses": loop.losses[:: max(1, len(loop.losses) // KEPT_LOSSES)],
             "last_loss": loop.losses[-1] if loop.losses else None,
@@ -182,16 +190,17 @@ class _Loop:
         if self.done_steps:
             self.folder.load(self.done_steps, self.providers, self.digest)
 
-    def run(self, monitor: MemoryMonitor, where: list[Any]) -> str:
-        """Train; returns this rank's own alarm, '' without one."""
-        job, alarm, noted = self.job, "", False
+    def run(self, monitor: MemoryMonitor, where: list[Any]) -> tuple[str, int]:
+        """Train; returns this rank's own alarm, '' without one, and the bytes that its trend leads to."""
+        job, alarm, needed_bytes, noted = self.job, "", 0, False
         while self.done_steps < job.steps and not self.stopped:
             step = self.done_steps
             where[:] = [step, "training"]
             loss = self._step(step)
-            due = (step // job.checkpoint_every + 1) * job.checkpoint_every
+            due = min(job.steps, (step // job.checkpoint_every + 1) * job.checkpoint_every)
             verdict = monitor.step_end(step, due)
             if verdict.alarm is Alarm.CROSSING and step + 1 < job.steps:
+                needed_bytes = verdict.projected_bytes
                 alarm = (
                     f"rank {self.context.rank}, step {step}: {verdict.peak_bytes} bytes, growing by "
                     f"{verdict.slope_bytes:.0f} a step, pass {monitor.limits.capacity_bytes} at step {verdict.crossing_step}"
@@ -207,11 +216,11 @@ class _Loop:
             if self.context.rank == 0:
                 self._say("progress", step=self.done_steps, loss=mean, peak_bytes=monitor.peak_bytes)
             where[1] = "checkpoint"
-            if self.stopped or self.done_steps == due or self.done_steps == job.steps:
+            if self.stopped or self.done_steps == due:
                 self._save()
         if alarm:
             self._say("alarm", text=alarm, peak_bytes=monitor.peak_bytes)
-        return alarm
+        return alarm, needed_bytes
 
     def _step(self, step: int) -> float:
         """Forward and backward of this rank's slice in micro-batches, then the update; returns its share of the loss."""
@@ -266,5 +275,7 @@ class _Losses:
         self.losses[:] = state["losses"]
 
 
+_TRACED = ("workload", "model", "batch", "seq", "retain", "recompute")
+_NARROWING = ("max_gpus", "gpu_types", "pin")
 _NUMERIC = ("model", "workload", "batch", "seq", "lr", "seed")
 """Keys of the job file that the numbers of the training depend on."""

@@ -101,11 +101,11 @@ def make_program() -> Any:
     from zenray.queue_program import QueueProgram
 
     class Blind(QueueProgram):
-        def class_key(self, request: Mapping[str, Any]) -> str:
-            return super().class_key({**request, "retain": None})
+        def profile_key(self, request: Mapping[str, Any]) -> str:
+            return super().profile_key({**request, "retain": None, "recompute": ["none", "full"]})
 
         def profile(self, request: Mapping[str, Any]) -> Any:
-            return super().profile({**request, "retain": None})
+            return super().profile({**request, "retain": None, "recompute": ["none", "full"]})
 
     return Blind()
 
@@ -135,13 +135,16 @@ def test_case_01_jobs_without_gpus_end_on_cards_that_hold_them_and_impossible_on
     names = [f"small{i}" for i in range(5)]
     for name in names:
         assert jobs("submit", job(name)) == name
+    jobs("submit", job("pair", pin={"data": 2}))
     jobs("submit", job("huge", model={"layers": 6, "hidden": 512, "heads": 8}))
     assert wait_until(lambda: any(jobs.state(name) == JobState.QUEUED for name in names), 120.0)
     waiting = [name for name in names if jobs.state(name) == JobState.QUEUED]
     for name in waiting:
         told = jobs("explain", name)
         assert told.startswith(("QUEUED: 1 of", "QUEUED: 0 of", "QUEUED: 2 of")) or not told.startswith("QUEUED"), told
+    names.append("pair")
     rows = jobs.settle(wait_until, *names, "huge")
+    assert len(rows["pair"]["nodes"]) == 2
     memory = {node["name"]: node["memory_bytes"] for node in jobs("inventory")}
     for name in names:
         row = rows[name]
@@ -152,8 +155,13 @@ def test_case_01_jobs_without_gpus_end_on_cards_that_hold_them_and_impossible_on
     assert rows["huge"]["state"] == JobState.INFEASIBLE
     assert "lacks" in rows["huge"]["reason"]
     assert "add a node with larger cards" in rows["huge"]["reason"]
-    starts = [rows[name]["start_s"] for name in names]
-    assert max(starts[:3]) <= min(starts[4:]) + 20.0, "the queue is first come, first served"
+    losses = [rows[name]["outcome"]["last_loss"] for name in names]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4), "plans and numbers of ranks change no number"
+    reserved = {
+        name: float(next(x for x in rows[name]["history"] if "RESERVED" in x).split(" s ")[0]) for name in names
+    }
+    order = sorted(names[:5], key=lambda name: rows[name]["submit_s"] + reserved[name])
+    assert order == names[:5], "first come, first served, within a class of jobs"
 
 
 def test_case_17_a_job_that_grows_is_warned_moved_to_another_plan_and_ends_with_the_same_loss(
@@ -280,10 +288,11 @@ def test_the_command_line_reaches_the_queue(jobs: Queue, wait_until: Wait, tmp_p
 
 
 def test_wrong_requests_are_refused_at_once(jobs: Queue) -> None:
+    assert jobs("submit", job("small0")) == "small0", "repeated, as after a lost answer"
     for wrong, why, error in (
         (job("a", workload="mystery"), "unknown workload", ConfigError),
         (job("b", model=None), "needs the section `model`", ConfigError),
-        (job("small0"), "in the queue already", WorkerError),
+        (job("small0", seed=1), "in the queue already", WorkerError),
     ):
         with pytest.raises(Exception, match=why) as caught:
             jobs("submit", wrong)

@@ -33,7 +33,14 @@ def test_a_class_is_what_plans_depend_on_and_no_more() -> None:
     key = program.class_key(request_of(first))
     same = first.model_copy(update={"name": "other", "steps": 7, "seed": 9, "lr": 0.5})
     assert program.class_key(request_of(same)) == key
-    for change in ({"batch": 32}, {"seq": 32}, {"max_gpus": 1}, {"recompute": ["none"]}, {"gpu_types": ["fake-16"]}):
+    for change in (
+        {"batch": 32},
+        {"seq": 32},
+        {"max_gpus": 1},
+        {"recompute": ["none"]},
+        {"gpu_types": ["fake-16"]},
+        {"pin": {"data": 2}},
+    ):
         assert program.class_key(request_of(first.model_copy(update=change))) != key
 
 

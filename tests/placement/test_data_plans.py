@@ -31,6 +31,7 @@ def peak(gradients: float, activations: float) -> Peak:
 
 PROFILE = ModuleProfile(
     family="test",
+    variant="one",
     smallest={"none": peak(0, 4), "full": peak(1, 1)},
     largest={"none": peak(0, 64), "full": peak(1, 16)},
     most=16,
@@ -83,6 +84,15 @@ def test_nothing_fits_and_the_nearest_change_is_named() -> None:
         data_plans(PROFILE, 16, [], max_gpus=4)
 
 
+def test_pinned_degrees_are_kept_and_named_when_they_are_what_does_not_fit() -> None:
+    found = data_plans(PROFILE, 16, [LARGE], max_gpus=4, pinned={"data": 2, "micro_batch": 4})
+    assert {(plan.data, plan.micro_batch, plan.num_micro) for plan in found.plans} == {(2, 4, 2)}
+    wrong = data_plans(PROFILE, 16, [SMALL], max_gpus=4, recompute=["none"], pinned={"micro_batch": 16})
+    assert not wrong.plans
+    assert wrong.nearest.endswith("fits, without micro_batch=16")
+    assert data_plans(PROFILE, 16, [SMALL], max_gpus=4, pinned={"data": 3}).nearest.endswith("without data=3")
+
+
 def test_the_front_holds_one_plan_a_count_and_none_that_is_beaten() -> None:
     plans = data_plans(PROFILE, 16, [LARGE], max_gpus=4).plans
     kept = front(plans)
@@ -92,7 +102,7 @@ def test_the_front_holds_one_plan_a_count_and_none_that_is_beaten() -> None:
 
 
 def test_runs_that_used_more_raise_the_prediction() -> None:
-    key = correction_key("test", LARGE.name, "image")
+    key = correction_key(PROFILE, LARGE.name, "image")
     learned = Correction()
     for run in range(20):
         learned = observe(learned, Observation(run_id=str(run), key=key, predicted_bytes=1.0, measured_bytes=1.2))

@@ -21,6 +21,7 @@ def test_flat_memory_is_calm_and_above_the_bound_is_a_note() -> None:
 def test_the_crossing_step_is_the_first_that_exceeds_the_capacity() -> None:
     verdict = judge(line(900, 10, 6), LIMITS, first_step=0, checkpoint_step=50)
     assert (verdict.alarm, verdict.slope_bytes, verdict.crossing_step) == (Alarm.CROSSING, 10, 11)
+    assert verdict.projected_bytes == 900 + 10 * 49
     assert 900 + 10 * 10 <= 1000 < 900 + 10 * 11
 
 

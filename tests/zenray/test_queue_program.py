@@ -83,6 +83,7 @@ def test_wrong_jobs_are_refused() -> None:
     program = QueueProgram()
     for change, words in (
         ({"workload": "os:system"}, "unknown workload"),
+        ({"pin": {"tensor": 2}}, "cannot pin tensor"),
         ({"model": None}, "needs the section"),
         ({"model": JOB.model.model_copy(update={"gated": True})}, "plain decoder"),  # type: ignore[union-attr]
         ({"model": JOB.model.model_copy(update={"vocab": 10})}, "at least 256"),  # type: ignore[union-attr]
