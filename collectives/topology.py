@@ -27,7 +27,7 @@ class Topology:
         """Ranks on every node where ranks are numbered node by node and all nodes hold as many; otherwise 1."""
         per_node = self.node_of.count(0)
         regular = tuple(rank // per_node for rank in range(len(self.node_of)))
-        return per_node if self.node_of == regular else 1
+        return per_node if self.node_of == regular and len(self.node_of) % per_node == 0 else 1
 
     @classmethod
     def one_node(cls, size: int) -> Topology:

@@ -212,7 +212,10 @@ class Trainer:
             workload.seed += variant.seed_offset
         module = workload.model(variant.sparse).to(context.device)
         if variant.policy is None:
-            ddp = DistributedDataParallel(module)
+            # torch's PowerSGD chains three all-reduces by callbacks, whose order over several buckets differs between
+            # ranks on Gloo and ends the process; with one bucket it runs.
+            one_bucket = {"bucket_cap_mb": 1024} if variant.hook == "powersgd" else {}
+            ddp = DistributedDataParallel(module, **one_bucket)
             if variant.hook is not None:
                 HOOKS[variant.hook](ddp)
         else:
