@@ -146,8 +146,15 @@ def run_group(
                 {"steps_per_s": log.steps_per_s(name), "held_out_loss": results[0][name]["held_out_loss"]}, plan.steps
             )
             child.metrics({f"bytes/{phase}": count for phase, count in log.bytes_by_phase(name).items()}, plan.steps)
+            child.metrics(role_metrics(results[0][name]["dense"]), plan.steps)
             child.tags({"parameters_sha256": results[0][name]["parameters_sha256"]})
     return log, results
+
+
+def role_metrics(dense: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a role as metrics `role/figure`; empty for stock DDP."""
+    role = dense.get("role", {})
+    return {f"{role['role']}/{key}": float(value) for key, value in role.items() if isinstance(value, int | float)}
 
 
 def record_block(child: RunRecord, block: Block) -> None:

@@ -214,8 +214,7 @@ class Trainer:
         if variant.policy is None:
             # torch's PowerSGD chains three all-reduces by callbacks, whose order over several buckets differs between
             # ranks on Gloo and ends the process; with one bucket it runs.
-            one_bucket = {"bucket_cap_mb": 1024} if variant.hook == "powersgd" else {}
-            ddp = DistributedDataParallel(module, **one_bucket)
+            ddp = DistributedDataParallel(module, bucket_cap_mb=1024 if variant.hook == "powersgd" else None)
             if variant.hook is not None:
                 HOOKS[variant.hook](ddp)
         else:

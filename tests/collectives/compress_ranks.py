@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+import zenray
 from collectives.ddp import SyncHook, attach, reshard_states
 from collectives.policy import SyncPolicy
 from collectives.replicas import digest
@@ -351,7 +352,28 @@ def loss_scale(rank: int) -> dict[str, Any]:
     return {"norms": norms, "digests": digests, "scale": scaler.get_scale()}
 
 
+def explained(rank: int) -> dict[str, Any]:
+    """What a user is told about a model with a codec, and about one whose communication is hidden."""
+    model, hook = under_zenray(fixed("int8b"))
+    for step in range(3):
+        model.zero_grad()
+        loss_of(model, rank, step).backward()
+    told = zenray.explain(model)
+    found: dict[str, Any] = {"text": str(told), "rows": {r.tensor: [r.scheme, r.observed_bytes] for r in told.rows}}
+    found["ratio"] = told.roles[0].ratio
+    hook.close()
+    model, hook = under_zenray(SyncPolicy(codecs=(("dp_grad", ("int8b",)),)))
+    for step in range(8):
+        model.zero_grad()
+        loss_of(model, rank, step).backward()
+        hook._reducer.dense.planner.note_step(0.0, 1.0)
+    found["hidden"] = [row.reason for row in zenray.explain(model).rows if row.tensor == "first.weight"]
+    hook.close()
+    return found
+
+
 CASES = (
+    explained,
     zero_gradient,
     hooks_that_refuse_gloo,
     half_precision_range,

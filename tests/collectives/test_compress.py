@@ -118,3 +118,15 @@ def test_a_skipped_step_takes_residuals_back_and_they_follow_the_loss_scale() ->
         assert norms[2] == pytest.approx(norms[1] / 2, rel=1e-6)
         assert found["digests"][1] == found["digests"][2] != found["digests"][3]
     assert both[0]["digests"] == both[1]["digests"]
+
+
+def test_users_are_told_codec_reason_bytes_and_time_per_parameter() -> None:
+    for found in results("explained"):
+        assert found["rows"]["first.weight"][0].startswith("int8b/")
+        assert found["rows"]["first.weight"][1] == pytest.approx(64 * 384 * 8.125 / 8, rel=0.05)
+        assert found["rows"]["norm.weight"] == ["dense", 0]
+        assert found["ratio"] > 1.5
+        assert "set by the policy" in found["text"]
+        assert "dp_grad: " in found["text"].splitlines()[-1]
+        (reason,) = found["hidden"]
+        assert reason.startswith("off, because ")
