@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import ray
 
 from actors.job_run import Ending, JobNeeds, JobProgram, JobRun
 from actors.job_store import JobStore
@@ -18,6 +21,7 @@ from placement.plans import Knowledge, Plan, PlanList
 from placement.queue import JobEntry
 from placement.replan import plans_after
 
+FETCH_S = 10.0
 STALE_FACTOR = 0.01
 """Relative change of a correction beyond which waiting jobs are planned anew."""
 MAX_PLANS = 32
@@ -87,6 +91,38 @@ class JobPlanner:
             )
         )
         return moved(before, self.store.correction, key) > STALE_FACTOR
+
+
+class Profiler:
+    """Traces modules in tasks of their own, each module once; nothing here waits for one."""
+
+    def __init__(self, program: JobProgram):
+        self.program = program
+        self._tasks: dict[Any, str] = {}
+
+    def start(self, key: str, request: Mapping[str, Any]) -> None:
+        """Begin the trace of this key, unless it runs."""
+        if key not in self._tasks.values():
+            task: Any = ray.remote(num_cpus=0, max_retries=1)(_profile)
+            self._tasks[task.remote(self.program, dict(request))] = key
+
+    def collect(self) -> list[tuple[str, ModuleProfile | Exception]]:
+        """The traces that ended since the last call: key, and the profile or why there is none."""
+        if not self._tasks:
+            return []
+        done, _ = ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=0)
+        found: list[tuple[str, ModuleProfile | Exception]] = []
+        for task in done:
+            key = self._tasks.pop(task)
+            try:
+                found.append((key, ray.get(task, timeout=FETCH_S)))
+            except Exception as error:  # a model that cannot be traced is one job's trouble
+                found.append((key, error))
+        return found
+
+
+def _profile(program: JobProgram, request: Mapping[str, Any]) -> ModuleProfile:
+    return program.profile(request)
 
 
 def in_time(plans: Sequence[Plan], entry: JobEntry, needs: JobNeeds) -> tuple[Plan, ...]:

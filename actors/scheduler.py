@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from actors.card_watch import CardWatch
-from actors.job_planner import JobPlanner
+from actors.job_planner import JobPlanner, Profiler
 from actors.job_run import MEMORY_ENDINGS, Assignment, Ending, JobProgram, JobRun
 from actors.job_store import JobStore
 from actors.metrics import Metrics
@@ -56,6 +56,7 @@ class JobScheduler:
         self._wake = threading.Event()
         self._store = JobStore(self.folder)
         self._planner = JobPlanner(self._store, program, image)
+        self._profiler = Profiler(program)
         self._watch = CardWatch()
         self._queue_id = self.folder.name
         self._core: LiveScheduler | None = None
@@ -63,7 +64,6 @@ class JobScheduler:
         self._class_of: dict[str, str] = {}
         self._plans: dict[str, Sequence[Plan]] = {}
         self._runs: dict[str, JobRun] = {}
-        self._profiling: dict[Any, str] = {}
         self._version = 0
         self._refreshed_s = self._reaped_s = 0.0
         self._closed = False
@@ -211,9 +211,8 @@ class JobScheduler:
             key = self.program.profile_key(entry.request)
             if key in self._store.profiles:
                 self._change(entry.job_id, "", state=S.PREDICTED)
-            elif key not in self._profiling.values():
-                task: Any = ray.remote(num_cpus=0, max_retries=1)(_profile)
-                self._profiling[task.remote(self.program, dict(entry.request))] = key
+            else:
+                self._profiler.start(key, entry.request)
         elif entry.state in (S.PREDICTED, S.QUEUED) and self._core is not None and entry.job_id not in self._class_of:
             self._plan(entry)
 
@@ -225,20 +224,14 @@ class JobScheduler:
             self._fail(entry.job_id, "its deadline passed before it could end")
 
     def _collect_profiles(self) -> None:
-        if not self._profiling:
-            return
-        done, _ = ray.wait(list(self._profiling), num_returns=len(self._profiling), timeout=0)
-        for task in done:
-            key = self._profiling.pop(task)
-            try:
-                profile: ModuleProfile = ray.get(task, timeout=10.0)
-                with self._lock:
-                    self._store.keep_profile(key, profile.to_json())
-            except Exception as error:  # the trace of one model fails; others go on
-                with self._lock:
-                    for entry in list(self._store.entries.values()):
-                        if entry.state is S.SUBMITTED and self.program.profile_key(entry.request) == key:
-                            self._fail(entry.job_id, f"its memory could not be predicted: {error}")
+        for key, found in self._profiler.collect():
+            with self._lock:
+                if isinstance(found, ModuleProfile):
+                    self._store.keep_profile(key, found.to_json())
+                    continue
+                for entry in list(self._store.entries.values()):
+                    if entry.state is S.SUBMITTED and self.program.profile_key(entry.request) == key:
+                        self._fail(entry.job_id, f"its memory could not be predicted: {found}")
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
@@ -483,17 +476,7 @@ class JobScheduler:
     def _explanation(self, entry: JobEntry) -> str:
         if entry.state is not S.QUEUED or self._core is None or entry.job_id not in self._class_of:
             return f"{entry.state}: {entry.reason}" if entry.reason else str(entry.state)
-        nearest = self._core.explain(entry.job_id).nearest
-        if nearest is None:
-            return "QUEUED: the cluster as it is now can run none of its plans"
-        start_s = self._core.earliest_start_s(entry.job_id)
-        where = f", most free ones on node {nearest.node[:8]}" if nearest.node else ""
-        when = "" if start_s is None else f"; not before {max(0.0, start_s - time.time()):.0f} s from now"
-        option = nearest.option
-        return (
-            f"QUEUED: {nearest.short_gpus} of {option.num_gpus} {option.gpu_type} are missing "
-            f"({nearest.resource}{where}){when}. {entry.reason}".rstrip()
-        )
+        return f"QUEUED: {self._core.tell(entry.job_id, time.time())}. {entry.reason}".rstrip()
 
     # --- entries ------------------------------------------------------------------------------------------------------
 
@@ -509,7 +492,3 @@ class JobScheduler:
         line = f"{time.time() - entry.submit_s:8.2f} s {state}{': ' + reason if reason else ''}"
         history = (*entry.history, line)[-MAX_HISTORY:]
         self._store.change(job_id, reason=reason, history=history, **values)
-
-
-def _profile(program: JobProgram, request: Mapping[str, Any]) -> ModuleProfile:
-    return program.profile(request)

@@ -62,6 +62,17 @@ class LiveScheduler(Scheduler):
         self.ledger.take(slot, fit, option.memory_bytes)
         self._queue.option[slot], self._queue.finish_s[slot] = k, finish_s
 
+    def tell(self, job_id: str, now_s: float) -> str:
+        """For people: what a waiting job lacks, where it is nearest, and before when it cannot start."""
+        nearest = self.explain(job_id).nearest
+        if nearest is None:
+            return "the cluster as it is now can run none of its plans"
+        start_s, option = self.earliest_start_s(job_id), nearest.option
+        where = f", most free ones on node {nearest.node[:8]}" if nearest.node else ""
+        when = "" if start_s is None else f"; not before {max(0.0, start_s - now_s):.0f} s from now"
+        missing = f"{nearest.short_gpus} of {option.num_gpus} {option.gpu_type} are missing"
+        return f"{missing} ({nearest.resource}{where}){when}"
+
     def earliest_start_s(self, job_id: str) -> float | None:
         """No start of a waiting job is predicted before this time: its reservation, or the next predicted finish on
         cards it could use. None if nothing runs there."""

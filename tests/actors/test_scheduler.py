@@ -83,7 +83,7 @@ class Queue:
         """Whether the job comes to this state."""
         return wait_until(lambda: self.state(name) == state, 120.0)
 
-    def settle(self, wait_until: Wait, *names: str, timeout_s: float = 150.0) -> dict[str, dict[str, Any]]:
+    def settle(self, wait_until: Wait, *names: str, timeout_s: float = 240.0) -> dict[str, dict[str, Any]]:
         """Wait until these jobs are over; their rows."""
         ends = OVER | {JobState.INFEASIBLE}
         over = wait_until(lambda: all(self.state(name) in ends for name in names), timeout_s)

@@ -41,6 +41,9 @@ def test_running_jobs_are_put_back_on_their_cards_and_free_them() -> None:
     core.add_class(JobClass("next", (option("large", 4),)))
     assert core.submit(spec("k", "next"), 0.0) == []
     assert core.earliest_start_s("k") == 50.0
+    assert core.tell("k", now_s=20.0) == (
+        "2 of 4 large are missing (GPUs on one node, most free ones on node b); not before 30 s from now"
+    )
     assert [start.job_id for start in core.finish("j", 20.0)] == ["k"]
     assert core.earliest_start_s("k") == pytest.approx(30.0)
 
