@@ -3,6 +3,7 @@
 One cluster for the file; a trace of a model costs seconds, so jobs share as few models as the cases allow.
 """
 
+import itertools
 import os
 import signal
 import subprocess
@@ -141,7 +142,7 @@ def test_case_01_jobs_without_gpus_end_on_cards_that_hold_them_and_impossible_on
     waiting = [name for name in names if jobs.state(name) == JobState.QUEUED]
     for name in waiting:
         told = jobs("explain", name)
-        assert told.startswith(("QUEUED: 1 of", "QUEUED: 0 of", "QUEUED: 2 of")) or not told.startswith("QUEUED"), told
+        assert "are missing (GPUs on one node" in told or not told.startswith("QUEUED"), told  # it may run by now
     names.append("pair")
     rows = jobs.settle(wait_until, *names, "huge")
     assert len(rows["pair"]["nodes"]) == 2
@@ -157,11 +158,10 @@ def test_case_01_jobs_without_gpus_end_on_cards_that_hold_them_and_impossible_on
     assert "add a node with larger cards" in rows["huge"]["reason"]
     losses = [rows[name]["outcome"]["last_loss"] for name in names]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4), "plans and numbers of ranks change no number"
-    reserved = {
-        name: float(next(x for x in rows[name]["history"] if "RESERVED" in x).split(" s ")[0]) for name in names
-    }
-    order = sorted(names[:5], key=lambda name: rows[name]["submit_s"] + reserved[name])
-    assert order == names[:5], "first come, first served, within a class of jobs"
+    lines = [next(line for line in rows[name]["history"] if "RESERVED" in line) for name in names[:5]]
+    at = [rows[name]["submit_s"] + float(line.split(" s ")[0]) for name, line in zip(names, lines, strict=False)]
+    late = [earlier - later for earlier, later in itertools.pairwise(at)]
+    assert max(late) < 0.1, "first come, first served, within a class of jobs"
 
 
 def test_case_17_a_job_that_grows_is_warned_moved_to_another_plan_and_ends_with_the_same_loss(
