@@ -97,7 +97,7 @@ class Channel:
         if self.names and not policy.fixed:
             self.link = self.link or probe_link(transport)
             self.speeds = codec_speeds(self.names, transport)
-        self.space = Workspace()
+        self.space = Workspace(transport.device)
         self.decisions: dict[tuple[int, int, Movement], Decision] = {}
         self._record = RoleRecord(role)
         self._num_calls = 0

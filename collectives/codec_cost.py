@@ -52,60 +52,66 @@ class CodecSpeed:
 
 def codec_speeds(names: Sequence[str], transport: Transport) -> dict[str, CodecSpeed]:
     """The speeds of these codecs; a collective call. Measures only what this machine has not measured before."""
-    table = _read_table()
+    path = _table_path(transport.device)
+    table = _read_table(path)
     missing = [name for name in names if name not in table]
     if missing:
-        table |= {name: measure_codec(CODECS[name]) for name in missing}
-        _write_table(table)
+        table |= {name: measure_codec(CODECS[name], transport.device) for name in missing}
+        _write_table(path, table)
     mine = np.array([astuple(table[name]) for name in names], np.float64).reshape(-1)
     bits = all_gather_records(transport, "metadata", mine.view(np.int64).tolist())
     agreed = bits.view(np.float64).max(axis=0).reshape(len(names), -1)
     return {name: CodecSpeed(*map(float, row)) for name, row in zip(names, agreed, strict=True)}
 
 
-def measure_codec(codec: Codec) -> CodecSpeed:
-    """Time one codec by the clock of this thread, which stops while others use the core. The best repetition counts."""
-    x = torch.randn(PROBE_VALUES, generator=torch.Generator().manual_seed(0))
+def measure_codec(codec: Codec, device: torch.device) -> CodecSpeed:
+    """Time one codec on one device. The best repetition counts.
+
+    On the CPU by the clock of this thread, which stops while others use the core.
+    """
+    x = torch.randn(PROBE_VALUES, generator=torch.Generator().manual_seed(0)).to(device)
     codec = codec.for_tensor(x)
     out, residual = torch.zeros_like(x), Residual.in_place(torch.zeros_like(x))
     packet = codec.encode(x)
-    room = torch.empty(codec.wire_bytes(x.numel()), dtype=torch.uint8)
-    plain = _seconds(lambda: codec.encode(x, out=room))
+    room = torch.empty(codec.wire_bytes(x.numel()), dtype=torch.uint8, device=device)
+
+    def seconds(body: Callable[[], object]) -> float:
+        times = []
+        for _ in range(PROBE_REPEATS + 1):
+            start = time.thread_time() if device.type == "cpu" else time.perf_counter()
+            body()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append((time.thread_time() if device.type == "cpu" else time.perf_counter()) - start)
+        return max(min(times[1:]), 1e-9) / PROBE_VALUES
+
+    plain = seconds(lambda: codec.encode(x, out=room))
     return CodecSpeed(
         encode=plain,
-        feedback=plain if isinstance(codec, Lossless) else _seconds(lambda: codec.encode(x, residual, room)),
-        reduce=_seconds(lambda: codec.decode(packet, out, accumulate=True)),
-        decode=_seconds(lambda: codec.decode(packet, out)),
+        feedback=plain if isinstance(codec, Lossless) else seconds(lambda: codec.encode(x, residual, room)),
+        reduce=seconds(lambda: codec.decode(packet, out, accumulate=True)),
+        decode=seconds(lambda: codec.decode(packet, out)),
         bits=packet.numel() * 8 / x.numel(),
     )
 
 
-def _seconds(body: Callable[[], object]) -> float:
-    times = []
-    for _ in range(PROBE_REPEATS + 1):
-        start = time.thread_time()
-        body()
-        times.append(time.thread_time() - start)
-    return max(min(times[1:]), 1e-9) / PROBE_VALUES
-
-
-def _table_path() -> Path:
+def _table_path(device: torch.device) -> Path:
+    name = platform.node() if device.type == "cpu" else torch.cuda.get_device_name(device).replace(" ", "_")
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zenray"
     build = f"{platform.machine()}-{os.cpu_count()}-torch{torch.__version__}-numba{numba.__version__}"
-    return folder / f"codecs-{TABLE_VERSION}-{platform.node()}-{build}.json"
+    return folder / f"codecs-{TABLE_VERSION}-{name}-{build}.json"
 
 
-def _read_table() -> dict[str, CodecSpeed]:
+def _read_table(path: Path) -> dict[str, CodecSpeed]:
     try:
-        rows = json.loads(_table_path().read_text(encoding="utf-8"))
+        rows = json.loads(path.read_text(encoding="utf-8"))
         return {name: CodecSpeed(*map(float, row)) for name, row in rows.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def _write_table(table: Mapping[str, CodecSpeed]) -> None:
+def _write_table(path: Path, table: Mapping[str, CodecSpeed]) -> None:
     """Replace the file in one step, so that ranks which write at once leave one of their tables, whole."""
-    path = _table_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:

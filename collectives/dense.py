@@ -246,7 +246,7 @@ class DenseReducer:
 
     def _check_finite(self, reduced: Tensor) -> None:
         """A loss scaler will skip the whole step if any gradient is not finite, so all residuals must follow."""
-        if (self.feedback.buckets or self.rows.tables) and not bool(torch.isfinite(reduced.sum())):
+        if (self.feedback.buckets or self.rows.tables) and not bool(torch.isfinite(reduced).all()):
             self.was_skipped = True
 
     # --- planning ---

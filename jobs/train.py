@@ -223,7 +223,8 @@ def conclude(
             }
         )
     metrics["dense"] = {name: mine[name]["dense"] for name in log.variants if mine[name]["dense"]}
-    show_schemes(schemes, run)
+    if schemes:
+        show_schemes(schemes, run)
     show_codecs(metrics["dense"], log, run)
     show_variants(variants, metrics.get("comparison"), run)
     if config.baseline:

@@ -31,8 +31,10 @@ def plot_losses(log: TrainingLog, path: Path) -> None:
     for index, variant in reversed(list(enumerate(log.variants))):
         losses = log.losses(variant)
         thick = 1.6 if index == 0 else 3.2
-        by_time.plot(log.elapsed_s(variant), losses, color=COLOURS[index], linewidth=1.8, label=variant)
-        by_step.plot(range(1, len(losses) + 1), losses, color=COLOURS[index], linewidth=thick, label=variant)
+        by_time.plot(log.elapsed_s(variant), losses, color=COLOURS[index % len(COLOURS)], linewidth=1.8, label=variant)
+        by_step.plot(
+            range(1, len(losses) + 1), losses, color=COLOURS[index % len(COLOURS)], linewidth=thick, label=variant
+        )
     by_time.set(title="Loss against training time", xlabel="seconds", ylabel="training loss")
     by_step.set(title="Loss against steps", xlabel="step")
     by_time.legend(frameon=False)
