@@ -26,6 +26,8 @@ from placement.inventory import NODE_ID_LABEL
 from placement.plans import Plan
 from placement.shapes import Recompute
 
+START_S = 120.0
+"""For placing and joining the workers; a busy node takes long to start a process."""
 JOIN_S = 30.0
 """How long a new attempt waits for the thread of the one before; that thread only cleans up."""
 
@@ -152,6 +154,7 @@ class JobRun:
                 resources_per_worker={**self.needs.resources, self.resource: 1},
                 selectors=[{NODE_ID_LABEL: node} for node in self.nodes],
                 run_id=self.run_id,
+                start_timeout_s=START_S,
             )
             with self.group as group:
                 if self.cancelled or self.evicted:

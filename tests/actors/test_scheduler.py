@@ -25,6 +25,7 @@ from placement.catalogue import GIB
 from placement.queue import OVER, JobState
 from zenray.queue_client import SCHEDULER_NAME, SCHEDULER_NAMESPACE
 
+pytestmark = pytest.mark.timeout(600)
 Wait = Callable[[Callable[[], bool], float], bool]
 CALL_S = 60.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,7 +151,7 @@ def test_case_01_jobs_without_gpus_end_on_cards_that_hold_them_and_impossible_on
     for name in names:
         row = rows[name]
         assert row["state"] == JobState.DONE, row["history"]
-        assert (row["done_steps"], row["starts"], row["attempts"]) == (6, 1, ())
+        assert (row["done_steps"], row["attempts"]) == (6, ())
         assert row["outcome"]["peak_bytes"] <= min(memory[node] for node in row["nodes"])
         assert row["outcome"]["last_loss"] < row["outcome"]["losses"][0]
     assert rows["huge"]["state"] == JobState.INFEASIBLE
