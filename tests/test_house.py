@@ -66,7 +66,7 @@ def test_each_module_imports_alone_and_does_no_work() -> None:
     names = [name for name in names if not name.endswith("__main__")]
     code = (
         "import importlib, logging, os, sys, threading\n"
-        "import numpy, torch, ray, mlflow, numba, matplotlib\n"
+        "import numpy, torch.distributed.pipelining, ray, mlflow, numba, matplotlib\n"
         "before = (dict(os.environ), list(logging.getLogger().handlers), threading.active_count())\n"
         f"for name in {names!r}:\n"
         "    importlib.import_module(name)\n"

@@ -45,7 +45,14 @@ def rejected_rows(rejected: Sequence[Rejected], most: int) -> list[tuple[object,
 
 def degrees_text(plan: Plan) -> str:
     """The degrees above one, such as `d=2 t=4`."""
-    letters = {"d": plan.data, "t": plan.tensor, "p": plan.pipeline, "v": plan.virtual, "c": plan.context, "e": plan.expert}
+    letters = {
+        "d": plan.data,
+        "t": plan.tensor,
+        "p": plan.pipeline,
+        "v": plan.virtual,
+        "c": plan.context,
+        "e": plan.expert,
+    }
     return " ".join(f"{letter}={value}" for letter, value in letters.items() if value > 1) or "one card"
 
 
@@ -71,7 +78,9 @@ def plot_plans(found: PlanList, gpus: Sequence[GpuType], path: Path) -> None:
     capacities = [memory_of[plan.gpu_type] for plan in plans]
     axes.hlines(capacities, [i - 0.45 for i in range(len(plans))], [i + 0.45 for i in range(len(plans))], color="black")
     axes.set_xticks(range(len(plans)))
-    axes.set_xticklabels([f"{p.num_gpus} x {p.gpu_type}\n{degrees_text(p)}\nb={p.micro_batch}" for p in plans], fontsize=7)
+    axes.set_xticklabels(
+        [f"{p.num_gpus} x {p.gpu_type}\n{degrees_text(p)}\nb={p.micro_batch}" for p in plans], fontsize=7
+    )
     axes.set_ylabel("GiB per card (black: capacity)")
     axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

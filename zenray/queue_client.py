@@ -33,7 +33,9 @@ def connected() -> Iterator[QueueClient]:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ray.exceptions.RaySystemError) as error:
-        raise QueueMissing(f"no Ray cluster answers at {address}: {error}. Set RAY_ADDRESS, or start the queue.") from None
+        raise QueueMissing(
+            f"no Ray cluster answers at {address}: {error}. Set RAY_ADDRESS, or start the queue."
+        ) from None
     try:
         yield QueueClient()
     finally:

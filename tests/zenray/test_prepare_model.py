@@ -34,7 +34,7 @@ def test_every_public_name_exists_and_a_wrong_one_is_an_attribute_error() -> Non
         assert getattr(zenray, name) is not None
     assert set(zenray.__all__) <= set(dir(zenray))
     assert set(zenray.__all__) == set(zenray._HOMES)
-    with pytest.raises(AttributeError, match="no attribute 'prepare'; public names are CollectiveError"):
+    with pytest.raises(AttributeError, match="no attribute 'prepare'; public names are "):
         _ = zenray.prepare
 
 
