@@ -17,12 +17,14 @@ def entry(seconds: list[float], wire_bytes: int | None = 100, digest: str = "a")
         "counted_bytes": 90,
         "digest": digest,
         "replicated": True,
+        "relative_error": 1e-7,
     }
 
 
 def test_a_round_takes_as_long_as_its_slowest_rank() -> None:
     figures = combine("x", [entry([1.0, 5.0, 3.0], 100), entry([2.0, 4.0, 3.0], 120)])
-    assert figures == {"median_s": 3.0, "spread": 1.0, "wire_bytes": 120, "counted_bytes": 90}
+    expected = {"median_s": 3.0, "spread": 1.0, "wire_bytes": 120, "counted_bytes": 90, "relative_error": 1e-7}
+    assert {key: figures[key] for key in expected} == expected
     assert combine("x", [entry([1.0], None)])["wire_bytes"] is None
 
 
@@ -32,10 +34,13 @@ def test_replicas_that_differ_end_the_run() -> None:
 
 
 def test_ratios_are_taken_within_one_run() -> None:
-    schemes = sparse_metrics(
-        {name: {"median_s": s} for name, s in (("dense", 8.0), ("gloo_sparse", 2.0), ("zen", 1.0))}
+    metrics = sparse_metrics(
+        {name: {"median_s": s} for name, s in (("dense", 8.0), ("gloo_sparse", 2.0), ("zen", 1.0), ("auto", 1.25))}
     )
-    assert schemes["schemes"]["zen"] == {"speedup_over_dense": 8.0, "speedup_over_gloo_sparse": 2.0, "median_s": 1.0}
+    assert metrics["speedup_over_dense"] == 6.4
+    assert metrics["speedup_over_gloo_sparse"] == 1.6
+    assert metrics["auto_over_best"] == 1.25
+    assert metrics["schemes"]["zen"] == {"speedup_over_dense": 8.0, "speedup_over_gloo_sparse": 2.0, "median_s": 1.0}
 
 
 def test_line_rate_share_counts_what_must_cross_a_port() -> None:
