@@ -228,7 +228,8 @@ def conclude(
     show_codecs(metrics["dense"], log, run)
     show_variants(variants, metrics.get("comparison"), run)
     if config.baseline:
-        metrics["ceiling"] = show_ceiling(mine[SUBJECT]["dense"]["role"], metrics["comparison"], run)
+        if all(choice.scheme == "dense" for choice in schemes):  # rows save copies and updates too, not only bytes
+            metrics["ceiling"] = show_ceiling(mine[SUBJECT]["dense"]["role"], metrics["comparison"], run)
         metrics["loss_spread"] = show_spread(variants, run)
     return metrics
 
