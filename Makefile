@@ -28,7 +28,7 @@ test: lint
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: venv
-	$(BIN)/python -m pytest -m slow
+	ZENRAY_TEST_EXAMPLES=drawn $(BIN)/python -m pytest -m slow
 
 bench: venv
 	$(BIN)/python -m jobs.bench sparse

@@ -2,14 +2,18 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+import torch
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = """
@@ -19,6 +23,19 @@ with connect(num_cpus=8) as cluster:
     print("cluster " + json.dumps(dict(cluster.env)), flush=True)
     sys.stdin.read()
 """
+
+# The same examples in every run: a test that passes today passes tomorrow. `make test-slow` draws new ones.
+settings.register_profile("fixed", derandomize=True)
+settings.register_profile("drawn", derandomize=False)
+settings.load_profile(os.environ.get("ZENRAY_TEST_EXAMPLES", "fixed"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Every test starts from the same global random state, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 def _wait(condition: Callable[[], bool], timeout_s: float) -> bool:

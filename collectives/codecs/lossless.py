@@ -13,7 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collectives.codecs.codec import HEADER_BYTES, Array, Codec, Residual, packet_bytes, pad16, write_header
+from collectives.codecs.codec import (
+    HEADER_BYTES,
+    Array,
+    Codec,
+    Residual,
+    packet_bytes,
+    pad16,
+    read_header,
+    write_header,
+)
 from collectives.errors import ConfigError, WireFormatError
 
 SIDE = HEADER_BYTES + 16
@@ -68,9 +77,10 @@ class Lossless(Codec):
     def decode(self, packet: Tensor, out: Tensor, accumulate: bool = False, scale: float = 1.0) -> None:
         buffer, item = packet_bytes(packet), out.dtype.itemsize
         target = self._raw(out)
-        flags = self._check(buffer, out.numel(), self.wire_bytes(out.numel(), out.dtype))
-        if flags >> 8 != item:
+        codec_id, flags, _ = read_header(buffer)
+        if codec_id == self.codec_id and flags >> 8 != item:  # before the length, whose bound depends on it
             raise WireFormatError(f"lossless packet holds {flags >> 8}-byte values, out has {item}-byte ones")
+        self._check(buffer, out.numel(), self.wire_bytes(out.numel(), out.dtype))
         size = int(buffer[HEADER_BYTES : HEADER_BYTES + 8].view(np.uint64)[0])
         if SIDE + pad16(size) != buffer.size:
             raise WireFormatError(f"lossless packet of {buffer.size} bytes claims a payload of {size}")
