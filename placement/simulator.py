@@ -103,6 +103,8 @@ class _Running:
     trace: TraceJob
     app: AppProfile
     view: JobView
+    first_grads: dict[str, tuple[float, float]]
+    """Gradient statistics of the first steps by application, as the first job of each measured them."""
     progress: float = 0.0
     epoch: int = 0
     batch: tuple[int, int] = (0, 0)
@@ -150,11 +152,11 @@ class _Running:
             raise PlacementError(f"{self.trace.name}: {replicas} GPUs exceed what its largest batch can feed")
         return int(local[0]), int(accumulation[0])
 
-    def _start_epoch(self, cluster: Cluster, first: bool) -> None:
+    def _run_on(self, cluster: Cluster, retune: bool = True) -> None:
         """Tune the batch and take the true rate; the policy sees the measured times and gradient statistics."""
         allocation = self.view.allocation
         assert allocation is not None
-        if self.tuned and not first:
+        if self.tuned and retune:
             self.batch = self._tune(cluster)
         local, accumulation = self.batch
         gpu_type, replicas = cluster.types[allocation.pool], allocation.num_gpus
@@ -166,6 +168,7 @@ class _Running:
         nodes = len(allocation.per_node)
         self.view.estimator.throughput.observe(allocation.pool, nodes, replicas, local, step_s - sync_s, step_s)
         self.view.estimator.grad = grad
+        self.first_grads.setdefault(self.app.name, grad)
 
     def next_change_s(self) -> float:
         """Seconds until the end of the restart, the epoch or the out-of-memory error, whichever comes first."""
@@ -195,11 +198,12 @@ class _Running:
                 self._run_out_of_memory(allocation)
                 break
             if self.rate == 0:
-                self._start_epoch(cluster, first=True)
+                self._run_on(cluster, retune=False)
             need = float(self.app.epoch_progress[self.epoch] - self.progress) / self.rate
             if need > left + RESOLUTION_S / 2:
                 self.progress += self.rate * left
                 left = 0.0
+                self._run_on(cluster)
                 break
             left = max(left - need, 0.0)
             self.progress = float(self.app.epoch_progress[self.epoch])
@@ -207,7 +211,7 @@ class _Running:
             if self.epoch == len(self.app.epoch_progress):
                 self.finish_s = now_s + span_s - left
                 break
-            self._start_epoch(cluster, first=False)
+            self._run_on(cluster)
         self.gpu_seconds += allocation.num_gpus * (span_s - left)
         self.view.restarting = self.restart_left_s > 0
         self.view.progress_left = float(self.app.epoch_progress[-1] - self.progress)
@@ -266,6 +270,7 @@ class _Simulation:
     used: list[tuple[float, int]] = field(default_factory=list)
     policy_s: list[float] = field(default_factory=list)
     job_seconds: float = 0.0
+    first_grads: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         missing = sorted({job.application for job in self.trace} - set(self.profiles))
@@ -349,7 +354,9 @@ class _Simulation:
             max_local=self.max_local[app.name],
             estimator=Estimator(throughput, (app.initial_batch, app.max_batch)),
         )
-        return _Running(job, app, view)
+        if self.policy.shares_profiles:
+            view.estimator.grad = self.first_grads.get(app.name)
+        return _Running(job, app, view, self.first_grads)
 
     def _node_event(self, event: NodeEvent) -> None:
         self.cluster.set_node(event.node, event.up)
