@@ -1,6 +1,6 @@
 """The one table of Prometheus metrics, and the recorder that writes them through Ray.
 
-Dashboards are generated from `METRICS`, and a recorder refuses what is not in it: a new metric is one row here. Ray
+Dashboards are checked against `METRICS`, and a recorder refuses what is not in it: a new metric is one row here. Ray
 exports a row as `ray_<name>`, a counter as `ray_<name>_total`, a histogram as `ray_<name>_bucket`, `_sum`, `_count`.
 What this file does not do: decide what is worth recording in MLflow.
 """
@@ -30,7 +30,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Metric:
-    """One row. `group` is the dashboard row that shows it; an internal metric is exported but needs no panel."""
+    """One row. `group` says what it is about; an internal metric is exported but needs no panel.
+
+    The label `run` is a run's id, with `/variant` where a run trains several variants, or the queue's name.
+    """
 
     name: str
     kind: Kind
@@ -44,6 +47,7 @@ class Metric:
 
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+_WAITS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10_000.0, 30_000.0)
 
 METRICS: tuple[Metric, ...] = (
     Metric("zenray_steps", Kind.COUNTER, "steps", ("run", "rank"), "Optimizer steps applied.", "Training"),
@@ -126,7 +130,8 @@ METRICS: tuple[Metric, ...] = (
         Kind.GAUGE,
         "ratio",
         ("run", "kind"),
-        "Largest load of a rank over the mean load: bytes of a sparse scheme, tokens of experts. 1 is even.",
+        "Largest load over the mean load; 1 is even. Kinds: sent bytes of ranks; expert pairs (token-expert pairs of an "
+        "expert, as the router chose); rank pairs (pairs that a rank computes, as the placement made of it).",
         "Balance",
     ),
     Metric(
@@ -154,9 +159,26 @@ METRICS: tuple[Metric, ...] = (
         "Failures",
     ),
     Metric(
+        "zenray_recovery_seconds",
+        Kind.COUNTER,
+        "s",
+        ("run", "stage"),
+        "Time in which a recovering group did not train, by stage.",
+        "Failures",
+    ),
+    Metric(
         "zenray_epochs", Kind.COUNTER, "epochs", ("run",), "Starts of the worker group, the first one too.", "Failures"
     ),
     Metric("zenray_jobs", Kind.GAUGE, "jobs", ("run", "state"), "Jobs of the queue by state.", "Queue"),
+    Metric(
+        "zenray_queue_wait_seconds",
+        Kind.HISTOGRAM,
+        "s",
+        ("run",),
+        "Time from the submission of a job to its first start.",
+        "Queue",
+        boundaries=_WAITS,
+    ),
     Metric(
         "zenray_replans",
         Kind.COUNTER,

@@ -210,6 +210,8 @@ class RecoverableGroup(WorkerGroup):
         if self.recoveries:
             seconds = self.recoveries[-1].seconds
             seconds[self.stage] = seconds.get(self.stage, 0.0) + now - self._stage_began
+            if self.stage is not Stage.TRAINING:
+                self._metrics.add("zenray_recovery_seconds", now - self._stage_began, stage=self.stage)
         self.stage, self._stage_began = stage, now
         self._on_stage(stage)
 

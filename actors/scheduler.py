@@ -384,6 +384,8 @@ class JobScheduler:
         with self._lock:
             if not run.evicted and not run.cancelled:
                 entry = self._entry(run.job_id)
+                if entry.start_s is None:
+                    self._metrics.observe("zenray_queue_wait_seconds", time.time() - entry.submit_s)
                 self._change(run.job_id, "", state=S.RUNNING, start_s=entry.start_s or time.time())
 
     def _reported(self, run: JobRun, report: Report) -> None:

@@ -133,6 +133,8 @@ class SyncHook:
         self.planner = Planner(probe_link(transport))
         self._reducer = GradientReducer(transport, self.planner, policy, probe_topology(transport))
         self.num_backwards = 0
+        self.exposed_s = 0.0
+        """Seconds that all backward passes so far waited for communication after their last gradient."""
         self._waited_s = 0.0
         self._ended_at: float | None = None
         self._loss_scale = 1.0
@@ -208,6 +210,7 @@ class SyncHook:
     def _note_step(self) -> None:
         """Backward has computed all gradients by now, so whatever it waited is communication that nothing hid."""
         now = time.perf_counter()
+        self.exposed_s += self._waited_s
         if self._ended_at is not None:
             self._reducer.dense.planner.note_step(self._waited_s, now - self._ended_at)
         self._ended_at, self._waited_s = now, 0.0

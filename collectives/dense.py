@@ -50,6 +50,8 @@ class SegmentReport:
     observed_bytes: int
     predicted_s: float
     observed_s: float
+    codec_s: float
+    """Part of `predicted_s` that encoding and decoding take, by their measured speeds."""
 
 
 class DenseReducer:
@@ -337,6 +339,7 @@ class DenseReducer:
                 observed_bytes=num_bytes,
                 predicted_s=choice.predicted_s,
                 observed_s=seconds,
+                codec_s=choice.candidate.codec_s,
             )
             for label, (choice, seconds, num_bytes, *_) in self.planner.measured().items()
             if label in segments

@@ -42,6 +42,7 @@ from collectives.planner import CallRecord
 from collectives.policy import SyncPolicy
 from collectives.replicas import check_replicas, digest
 from collectives.transport import all_gather_records
+from zenray.step_metrics import StepMetrics
 from zenray.train import prepare_model
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -200,7 +201,7 @@ class Trainer:
     ddp: DistributedDataParallel
     optimizer: torch.optim.Optimizer
     position: DataPosition
-    num_records_seen: int = 0
+    metrics: StepMetrics
     losses: list[Tensor] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -220,7 +221,9 @@ class Trainer:
         else:
             ddp = prepare_model(module, variant.policy)
         optimizer = OPTIMIZERS[plan.optimizer](module.parameters(), lr=plan.lr)
-        return cls(variant, workload, context, ddp, optimizer, DataPosition(name=f"{variant.name}.data"))
+        metrics = StepMetrics(f"{context.run_id}/{variant.name}", context.rank, ddp)
+        position = DataPosition(name=f"{variant.name}.data")
+        return cls(variant, workload, context, ddp, optimizer, position, metrics)
 
     def providers(self) -> list[StateProvider]:
         """Everything this variant needs to go on bit-identically."""
@@ -257,18 +260,23 @@ class Trainer:
         dist.barrier()
         block_s = time.perf_counter() - started
         wire_now = interface_tx_bytes()
-        losses = torch.stack(self.losses).double().cpu() / self.context.size
-        seconds = torch.tensor([*self.seconds, block_s], dtype=torch.float64)
-        dist.all_reduce(losses)
+        sent = {k: n - phases.get(k, 0) for k, n in self._sent_by_phase().items()}
+        total = float(sum(sent.values()))
+        means = torch.tensor([*torch.stack(self.losses).tolist(), total], dtype=torch.float64) / self.context.size
+        seconds = torch.tensor([*self.seconds, block_s, total], dtype=torch.float64)
+        dist.all_reduce(means)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        *losses, mean_bytes = means.tolist()
+        *step_s, slowest_s, most_bytes = seconds.tolist()
+        self.metrics.block(self.seconds, losses[-1], sent, most_bytes / mean_bytes if mean_bytes else None)
         return {
             "kind": "block",
             "variant": self.variant.name,
             "first_step": steps.start,
-            "losses": losses.tolist(),
-            "step_s": seconds[:-1].tolist(),
-            "block_s": float(seconds[-1]),
-            "sent_bytes": {k: n - phases.get(k, 0) for k, n in self._sent_by_phase().items()},
+            "losses": losses,
+            "step_s": step_s,
+            "block_s": slowest_s,
+            "sent_bytes": sent,
             "wire_bytes": None if wire is None or wire_now is None else wire_now - wire,
         }
 

@@ -32,6 +32,7 @@ from placement.speed import flops_per_token
 from placement.traced import Device, predict_module
 from placement.watch import Alarm, Limits
 from zenray.job_config import WORKLOADS, JobConfig, job_of
+from zenray.step_metrics import StepMetrics
 from zenray.train import prepare_model
 
 MOST_MICRO_BATCH = 64
@@ -176,6 +177,7 @@ class _Loop:
         if context.size > 1:
             self.model = prepare_model(self.module, job.policy, gradient_as_bucket_view=True)
         self.optimizer = torch.optim.Adam(self.module.parameters(), lr=job.lr)
+        self.metrics = StepMetrics(context.run_id, context.rank, self.model)
         self.losses: list[float] = []
         self.stopped = False
         self.digest = digest_of({k: v for k, v in job.model_dump(mode="json").items() if k in _NUMERIC})
@@ -195,7 +197,7 @@ class _Loop:
         job, alarm, needed_bytes, noted = self.job, "", 0, False
         while self.done_steps < job.steps and not self.stopped:
             step = self.done_steps
-            where[:] = [step, "training"]
+            where[:], started = [step, "training"], perf_counter()
             loss = self._step(step)
             due = min(job.steps, (step // job.checkpoint_every + 1) * job.checkpoint_every)
             verdict = monitor.step_end(step, due)
@@ -211,6 +213,7 @@ class _Loop:
             where[1] = "synchronisation"
             mean, alarms = self._agree(loss, bool(alarm))
             self.losses.append(mean)
+            self.metrics.block([perf_counter() - started], mean)
             self.done_steps = step + 1
             self.stopped = alarms > 0
             if self.context.rank == 0:
