@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: venv demo test test-slow lint bench gpu-check clean
+.PHONY: venv demo test test-slow lint bench dashboards gpu-check clean
 
 venv: $(VENV)/.ready
 
@@ -33,6 +33,9 @@ test-slow: venv
 bench: venv
 	$(BIN)/python -m jobs.bench sparse
 	$(BIN)/python -m jobs.bench net
+
+dashboards: venv
+	$(BIN)/python -c 'from pathlib import Path; from zenray.dashboards import write; write(Path("dashboards"))'
 
 # Needs a card, and torch, numpy, numba and CuPy in $(PYTHON): no virtual environment, no network, no data.
 gpu-check:
