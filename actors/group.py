@@ -24,7 +24,7 @@ from actors.errors import GroupStateError, WorkerError, WorkerLost, WorkerTimeou
 from actors.metrics import Metrics
 from actors.worker import GpuWorker, Outcome, RankFunction, Report
 from collectives.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, ZenrayError
-from placement.groups import Reservation, group_name, release, reserve
+from placement.groups import Reservation, borrow, group_name, release, reserve
 from placement.inventory import Gang, Place, Strategy, number_ranks
 
 LEAVE_GRACE_S = 3.0
@@ -99,6 +99,7 @@ class WorkerGroup:
 
     resources_per_worker: amounts by Ray's names, such as {"CPU": 1, "GPU": 1}; whole GPUs only.
     selectors: empty, or one label selector a worker (see `placement.inventory.Gang`).
+    inside: use the placement group that this process runs in, one bundle a worker, instead of reserving another.
     start_timeout_s bounds placing and joining, collective_timeout_s each wait inside a collective.
     """
 
@@ -109,6 +110,7 @@ class WorkerGroup:
         resources_per_worker: Mapping[str, float] | None = None,
         strategy: Strategy = "PACK",
         selectors: Sequence[Mapping[str, str]] = (),
+        inside: bool = False,
         run_id: str | None = None,
         start_timeout_s: float = 60.0,
         collective_timeout_s: float = 60.0,
@@ -117,7 +119,7 @@ class WorkerGroup:
         if resources.get("GPU", 0) % 1:
             raise WorkerError(f"a rank takes whole GPUs, not {resources['GPU']:g}")
         self.gang = Gang((resources,) * num_workers, strategy, tuple(selectors))
-        self.run_id = run_id or secrets.token_hex(4)
+        self.run_id, self.inside = run_id or secrets.token_hex(4), inside
         self.start_timeout_s, self.collective_timeout_s = start_timeout_s, collective_timeout_s
         self.epoch = 0
         self.state = GroupState.NEW
@@ -138,7 +140,11 @@ class WorkerGroup:
         self._metrics.add("zenray_epochs")
         deadline = time.monotonic() + self.start_timeout_s
         try:
-            self._reservation = reserve(self.gang, run_id=self.run_id, epoch=self.epoch, timeout_s=self.start_timeout_s)
+            self._reservation = (
+                borrow(self.gang)
+                if self.inside
+                else reserve(self.gang, run_id=self.run_id, epoch=self.epoch, timeout_s=self.start_timeout_s)
+            )
             self._create_actors(deadline)
             self._join(deadline)
         except BaseException:

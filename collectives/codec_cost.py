@@ -14,7 +14,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import numba
@@ -126,7 +126,10 @@ def _write_table(path: Path, table: Mapping[str, CodecSpeed]) -> None:
 
 @dataclass(frozen=True)
 class DenseLoad:
-    """One stretch of a gradient. feedback: codecs that carry a residual here. budget_bytes: for residuals and buffers."""
+    """One stretch of a gradient. feedback: codecs that carry a residual here. budget_bytes: for residuals and buffers.
+
+    density: see `SyncPolicy`.
+    """
 
     numel: int
     itemsize: int
@@ -134,6 +137,7 @@ class DenseLoad:
     feedback: frozenset[str] = frozenset()
     ranks_per_node: int = 1
     budget_bytes: int | None = None
+    density: float | None = None
 
     @property
     def raw_bytes(self) -> int:
@@ -164,6 +168,14 @@ def plain(load: DenseLoad, link: Link) -> Candidate:
     return Candidate("off", "native", load.raw_bytes, seconds)
 
 
+def configured(name: str, density: float | None) -> Codec:
+    """The codec of that name; `density` is for those that keep a share of the elements."""
+    codec = CODECS[name]
+    if density is not None and isinstance(codec, TopK | RandomK):
+        return replace(codec, density=density)
+    return codec
+
+
 def patterns_of(codec: Codec, load: DenseLoad) -> tuple[str, ...]:
     """The reductions that make sense for a codec."""
     if isinstance(codec, LowRank):
@@ -188,7 +200,7 @@ def candidates(
 
 def predict(name: str, pattern: str, load: DenseLoad, link: Link, speed: CodecSpeed) -> Candidate:
     """Bytes and seconds of one reduction. In two-shot the parts of a chunk overlap codec and wire; others add them."""
-    codec, n, numel = CODECS[name], load.size, load.numel
+    codec, n, numel = configured(name, load.density), load.size, load.numel
     with_feedback = name in load.feedback
     encode = speed.feedback if with_feedback else speed.encode
     whole = _packet_bytes(codec, numel, speed)
@@ -243,7 +255,11 @@ def _powersgd(name: str, load: DenseLoad, link: Link, speed: CodecSpeed, residua
 
 
 def _packet_bytes(codec: Codec, numel: int, speed: CodecSpeed) -> float:
-    return codec.wire_bytes(numel) if codec.fixed_size else min(codec.wire_bytes(numel), speed.bits / 8 * numel + 64)
+    if codec.fixed_size:
+        return codec.wire_bytes(numel)
+    measured_at = CODECS[codec.name]
+    denser = codec.density / measured_at.density if isinstance(codec, TopK) and isinstance(measured_at, TopK) else 1.0
+    return min(codec.wire_bytes(numel), denser * speed.bits / 8 * numel + 64)
 
 
 def _chunked_bytes(codec: Codec, cuts: Chunks, size: int, speed: CodecSpeed) -> float:

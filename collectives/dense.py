@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from collectives.channel import RoleRecord
-from collectives.codec_cost import CodecSpeed, DenseLoad, codec_speeds
+from collectives.codec_cost import CodecSpeed, DenseLoad, codec_speeds, configured
 from collectives.codecs import CODECS, ErrorBoundedSum
 from collectives.codecs.codec import Codec, Flag, Residual
 from collectives.codecs.hashing import derive_seed
@@ -192,7 +192,7 @@ class DenseReducer:
 
     def _compress(self, x: Tensor, segment: Segment, stretch: Stretch, name: str, pattern: str) -> Flag:
         """Average x with this codec and pattern; adds and updates the residual where the codec carries one."""
-        codec, transport, layout = CODECS[name], self.transport, segment.layout
+        codec, transport, layout = configured(name, self.policy.density), self.transport, segment.layout
         residual = self.feedback.residual(layout) if name in stretch.load.feedback else None
         seed = derive_seed(0, self._step or 0, stretch.label)
         space = self._spaces.setdefault(stretch.label, Workspace(x.device))
@@ -278,6 +278,7 @@ class DenseReducer:
             feedback=frozenset(c for c in codecs if self._carries_residual(c)),
             ranks_per_node=self.topology.ranks_per_node,
             budget_bytes=self.policy.budget_bytes,
+            density=self.policy.density,
         )
         return Stretch(segment.label, codecs, load, self.policy.fixed)
 

@@ -113,7 +113,8 @@ class SyncPolicy:
     `ROLES` while `scheme` is "auto", and nothing otherwise. fixed: take the first codec of a role without asking
     whether it pays. error_feedback: None takes each codec's default for `optimizer`. dense_steps: first steps without
     `DENSE_FIRST` codecs; also at least the learning rate's warm-up and 2 % of all steps. budget_bytes: limit of
-    residuals and buffers per rank; None: none. check_replicas_every: backward passes between two comparisons of all
+    residuals and buffers per rank; None: none. density: share of the elements that topk, sq and randomk keep; None takes
+    their own, 0.01. check_replicas_every: backward passes between two comparisons of all
     parameters over all ranks; 0 never compares. Raises ConfigError for what is unknown or forbidden.
     """
 
@@ -125,6 +126,7 @@ class SyncPolicy:
     error_feedback: bool | None = None
     dense_steps: int = 100
     budget_bytes: int | None = None
+    density: float | None = None
     check_replicas_every: int = 1000
 
     def __post_init__(self) -> None:
@@ -138,6 +140,8 @@ class SyncPolicy:
             self._check_name(pattern, what, known)
         for role, codecs in self.codecs:
             _check_codecs(role, codecs)
+        if self.density is not None and not 0 < self.density <= 1:
+            raise ConfigError(f"density = {self.density}; it is a share of the elements, above 0 and at most 1")
         if self.check_replicas_every < 0 or self.dense_steps < 0:
             raise ConfigError(
                 f"check_replicas_every = {self.check_replicas_every}, dense_steps = {self.dense_steps}; both count "

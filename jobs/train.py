@@ -45,12 +45,28 @@ def workload_of(config: TrainConfig) -> Workload:
     return StdlibLm(config.stdlib_lm, config.batch, config.seed)
 
 
+def policy_of(config: TrainConfig) -> SyncPolicy:
+    """How the subject's gradients travel. Raises ConfigError where the keys contradict each other."""
+    policy = SyncPolicy.of(config.policy)
+    if config.scheme != "auto":
+        if policy.scheme != "auto":
+            raise ConfigError(f"scheme={config.scheme} contradicts policy={config.policy}, which is a scheme too")
+        policy = replace(policy, scheme=config.scheme)
+    return replace(
+        policy,
+        optimizer=config.optimizer,
+        dense_steps=config.dense_steps,
+        density=config.density,
+        error_feedback=config.error_feedback,
+    )
+
+
 def plan_of(config: TrainConfig, out: Path) -> TrainPlan:
     """What every rank trains."""
     if config.optimizer == "adamw" and config.workload != "gpt":
         raise ConfigError(f"optimizer=adamw takes no sparse gradients, which {config.workload} has; use adagrad or sgd")
     default = SyncPolicy(optimizer=config.optimizer, dense_steps=config.dense_steps)
-    wanted = replace(SyncPolicy.of(config.policy), optimizer=config.optimizer, dense_steps=config.dense_steps)
+    wanted = policy_of(config)
     variants = [Variant(SUBJECT, sparse=True, policy=wanted)]
     if config.baseline:
         variants.append(Variant(BASELINE, sparse=False, policy=None))
@@ -61,6 +77,7 @@ def plan_of(config: TrainConfig, out: Path) -> TrainPlan:
             variants.append(Variant(f"ddp_{rival}", sparse=False, policy=None, hook=rival))
     for offset in range(1, 1 + config.baseline_seeds):
         variants.append(Variant(f"{BASELINE}_seed{offset}", sparse=False, policy=None, seed_offset=offset))
+    variants = [replace(variant, bucket_mib=config.bucket_mib) for variant in variants]
     settings = config.checkpoint
     folder = Path(settings.folder).resolve() if settings.folder else out.resolve() / "checkpoints"
     trained = config.model_dump(mode="json", exclude={"checkpoint", "tracking", "timeout_s", "steps"})

@@ -24,6 +24,7 @@ from jobs.job import Run
 from jobs.links import ShapedBed, self_check, unavailable_reason
 from jobs.train_config import TrainConfig
 from placement.inventory import Strategy
+from zenray.config import Section
 from zenray.recorder import send_leftovers
 
 LINK_RECORD = "ZENRAY_LINK_RECORD"
@@ -66,15 +67,20 @@ def warn_of_temporary_folder(say: Callable[[str], None]) -> None:
         )
 
 
-def train_behind_links(config: TrainConfig, run: Run) -> dict[str, Any]:
-    """Run the job again inside shaped links; returns the metrics of the inner job and the verdict on the links."""
+def train_behind_links(
+    config: TrainConfig, run: Run, whole: Section | None = None, num_runs: int = 1
+) -> dict[str, Any]:
+    """Run the job again inside shaped links; returns the metrics of the inner job and the verdict on the links.
+
+    whole: what the inner job reads, where that is more than one training job; num_runs: how many it trains in turn.
+    """
     settings = run.out / "config.yaml"
-    settings.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+    settings.write_text(yaml.safe_dump((whole or config).model_dump(mode="json")), encoding="utf-8")
     run.say(f"{config.ranks} nodes behind links of {config.link or 0:.0f} bit/s; this takes about 10 s")
     with ShapedBed(config.ranks, config.link) as bed, NamespaceCluster(bed, config.ranks) as cluster:
         cluster.env[LINK_RECORD] = json.dumps(bed.record())
-        command = [sys.executable, "-m", "jobs.train", "--config", str(settings), "--out", str(run.out)]
-        code = cluster.drive(command, timeout_s=config.timeout_s + START_ALLOWANCE_S)
+        command = [sys.executable, "-m", f"jobs.{run.name}", "--config", str(settings), "--out", str(run.out)]
+        code = cluster.drive(command, timeout_s=num_runs * config.timeout_s + START_ALLOWANCE_S)
         for line in cluster.retried:
             run.say(f"event: {line}")
         send_leftovers(config.tracking.project, config.tracking.uri, run.out.parent / ".spool", run.say)

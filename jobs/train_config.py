@@ -72,6 +72,14 @@ class TrainConfig(Section):
     ones, or a mapping of roles (dp_grad: int8b,int4b) and parameter-name patterns to what they may take."""
     dense_steps: Count = 100
     """First steps without codecs that drop values (topk, sq, powersgd, sign, randomk)."""
+    scheme: str = "auto"
+    """How sparse gradients travel where `policy` names codecs only: auto, off, or a scheme."""
+    density: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the elements that topk, sq and randomk keep (the top-k ratio); none: 0.01."""
+    error_feedback: bool | None = None
+    """Add what a codec left out to the next gradient; none: as each codec needs it."""
+    bucket_mib: Annotated[float, Field(gt=0)] | None = None
+    """Size of DDP's gradient buckets, for all variants; none: torch's 25 MiB."""
     link: Link = None
     """Rate of each node's link, such as 1gbit: one Ray node per rank, each in a network namespace of its own behind a
     shaped link. Needs root, ip and tc. None: the cluster of RAY_ADDRESS, or a new one on this machine."""

@@ -18,7 +18,7 @@ from ray import PlacementGroupID
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RaySystemError
 from ray.util import placement_group, placement_group_table, remove_placement_group
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from placement.errors import GangDoesNotFit, PlacementError
 from placement.inventory import Gang, Inventory, Obstacle, find_obstacle, read_inventory
@@ -29,11 +29,12 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Reservation:
-    """A created placement group. node_ids[b] is the node that holds bundle b."""
+    """A created placement group. node_ids[b] is the node that holds bundle b. borrowed: somebody else removes it."""
 
     name: str
     group: PlacementGroup
     node_ids: tuple[str, ...]
+    borrowed: bool = False
 
 
 def read_cluster() -> Inventory:
@@ -76,8 +77,30 @@ def reserve(gang: Gang, *, run_id: str, epoch: int, timeout_s: float) -> Reserva
         raise
 
 
+def borrow(gang: Gang) -> Reservation:
+    """The placement group that this process runs in, such as that of a trial, whose bundles are to hold `gang`.
+
+    Raises PlacementError if there is none, or if its bundles are others.
+    """
+    group = get_current_placement_group()
+    bundles = [] if group is None else [dict(bundle) for bundle in group.bundle_specs]
+    if group is None or bundles != [dict(bundle) for bundle in gang.bundles]:
+        raise PlacementError(
+            f"a gang of {[dict(bundle) for bundle in gang.bundles]} cannot run inside the placement group of this "
+            f"process, which has the bundles {bundles or None}"
+        )
+    row = _table(group)
+    by_bundle = row["bundles_to_node_id"]
+    return Reservation(row["name"], group, tuple(by_bundle[b] for b in range(len(bundles))), borrowed=True)
+
+
 def release(reservation: Reservation, *, timeout_s: float = 10.0) -> None:
-    """Remove the group, which also ends the actors in it, and wait until Ray says so. Idempotent."""
+    """Remove the group, which also ends the actors in it, and wait until Ray says so. Idempotent.
+
+    A borrowed group is left to its owner.
+    """
+    if reservation.borrowed:
+        return
     remove_placement_group(reservation.group)
     _wait_until(lambda: _table(reservation.group).get("state") in (None, "REMOVED"), reservation.name, timeout_s)
 

@@ -10,7 +10,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -81,10 +81,17 @@ def load(model: type[M], path: Path | None = None, overrides: Sequence[str] = ()
         data, lines = _read_yaml(path)
     for override in overrides:
         _apply(model, data, override)
+    return validate(model, data, path, lines)
+
+
+def validate(
+    model: type[M], data: Mapping[str, Any], path: Path | None = None, lines: Mapping[str, int] | None = None
+) -> M:
+    """`data` as a model. path, lines: where keys stand, for the message of the ConfigError."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_explain(model, error, path, lines)) from None
+        raise ConfigError(_explain(model, error, path, lines or {})) from None
 
 
 def keys_of(path: Path) -> set[str]:
@@ -159,7 +166,7 @@ def _is_sequence(annotation: Any) -> bool:
     return origin in (list, tuple)
 
 
-def _explain(model: type[Section], error: ValidationError, path: Path | None, lines: dict[str, int]) -> str:
+def _explain(model: type[Section], error: ValidationError, path: Path | None, lines: Mapping[str, int]) -> str:
     messages = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])

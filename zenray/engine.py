@@ -79,6 +79,7 @@ class Variant:
     """One way to train. policy None is stock DDP, nothing of ours; sparse is the layout of the embedding gradients.
 
     hook: a compression hook of torch's for stock DDP, a name of `HOOKS`. seed_offset: added to the workload's seed.
+    bucket_mib: size of DDP's gradient buckets; None: torch's default.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Variant:
     policy: SyncPolicy | None
     hook: str | None = None
     seed_offset: int = 0
+    bucket_mib: float | None = None
 
 
 @dataclass(frozen=True)
@@ -215,11 +217,12 @@ class Trainer:
         if variant.policy is None:
             # torch's PowerSGD chains three all-reduces by callbacks, whose order over several buckets differs between
             # ranks on Gloo and ends the process; with one bucket it runs.
-            ddp = DistributedDataParallel(module, bucket_cap_mb=1024 if variant.hook == "powersgd" else None)
+            bucket_mib = 1024 if variant.hook == "powersgd" else variant.bucket_mib
+            ddp = DistributedDataParallel(module, bucket_cap_mb=bucket_mib)
             if variant.hook is not None:
                 HOOKS[variant.hook](ddp)
         else:
-            ddp = prepare_model(module, variant.policy)
+            ddp = prepare_model(module, variant.policy, bucket_cap_mb=variant.bucket_mib)
         optimizer = OPTIMIZERS[plan.optimizer](module.parameters(), lr=plan.lr)
         metrics = StepMetrics(f"{context.run_id}/{variant.name}", context.rank, ddp)
         position = DataPosition(name=f"{variant.name}.data")
@@ -259,7 +262,7 @@ class Trainer:
             self.step()
         dist.barrier()
         block_s = time.perf_counter() - started
-        wire_now = interface_tx_bytes()
+        wire_now, hook = interface_tx_bytes(), hook_of(self.ddp)
         sent = {k: n - phases.get(k, 0) for k, n in self._sent_by_phase().items()}
         total = float(sum(sent.values()))
         means = torch.tensor([*torch.stack(self.losses).tolist(), total], dtype=torch.float64) / self.context.size
@@ -278,6 +281,7 @@ class Trainer:
             "block_s": slowest_s,
             "sent_bytes": sent,
             "wire_bytes": None if wire is None or wire_now is None else wire_now - wire,
+            "codec_s": 0.0 if hook is None else 1e-3 * hook.role_record().codec_ms,
         }
 
     def _sent_by_phase(self) -> dict[str, int]:

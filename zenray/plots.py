@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -9,6 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from zenray.comparison import TrainingLog
+from zenray.sweeps import Outcome, TrialLog
 
 COLOURS = ("#0b7a75", "#b0b7bf", "#d1495b", "#edae49")
 DPI = 130
@@ -58,4 +60,31 @@ def plot_bytes(log: TrainingLog, path: Path) -> None:
     phases.set(title=f"{log.variants[0]}, by phase", xlabel="kB, busiest rank", xlim=(0, 1.3 * largest))
     for axis in (total, phases):
         axis.grid(False, axis="y")
+    figure.savefig(path)
+
+
+def plot_pareto(trials: Sequence[TrialLog], front: Sequence[int], path: Path) -> None:
+    """Time against bytes, and time against loss. Filled: trained to the end; ringed and numbered: nothing beats them."""
+    figure, axes = _panels()
+    seen = [trial for trial in trials if trial.last]
+    for axis, (key, label, unit) in zip(
+        axes,
+        (("wire_bytes_per_step", "kB sent per step, busiest rank", 1e-3), ("loss", "training loss", 1.0)),
+        strict=True,
+    ):
+        for trial in seen:
+            done = trial.outcome is Outcome.DONE
+            chosen = trial.number in front
+            x, y = trial.last["time_to_loss_s"], unit * trial.last[key]
+            colour = COLOURS[0] if chosen else COLOURS[1]
+            axis.plot(x, y, "o", markersize=9 if chosen else 7, color=colour, fillstyle="full" if done else "none")
+            if chosen:
+                axis.annotate(str(trial.number), (x, y), (6, 5), textcoords="offset points", fontsize=9)
+        axis.set(xlabel="seconds to the target loss, or for all steps", ylabel=label)
+        axis.margins(0.12)
+    axes[0].set(title="Bytes against time")
+    axes[1].set(title="Loss against time")
+    names = [f"{trial.number}  {trial.name}" for trial in seen if trial.number in front]
+    figure.suptitle("\n".join(["No trial beats these in every objective:", *names]), fontsize=9, ha="left", x=0.02)
+    figure.set_size_inches(10.0, 4.2 + 0.17 * len(names))
     figure.savefig(path)

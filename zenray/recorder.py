@@ -149,10 +149,15 @@ class RunRecord:
 
     @contextmanager
     def child(
-        self, name: str, params: Mapping[str, Any] | None = None, tags: Mapping[str, object] | None = None
+        self,
+        name: str,
+        params: Mapping[str, Any] | None = None,
+        tags: Mapping[str, object] | None = None,
+        *,
+        key: str | None = None,
     ) -> Iterator[RunRecord]:
-        """A variant or trial below this run; ends as its block ends."""
-        with self.recorder._run(name, self.key, params or {}, tags or {}) as run:
+        """A variant or trial below this run; ends as its block ends. key: see `Recorder.job`."""
+        with self.recorder._run(name, self.key, params or {}, tags or {}, key) as run:
             yield run
 
     def _put(self, op: str, **fields: Any) -> None:
@@ -213,13 +218,16 @@ class Recorder:
         config: Mapping[str, Any],
         params: Mapping[str, Any],
         tags: Mapping[str, object] | None = None,
+        key: str | None = None,
     ) -> Iterator[RunRecord]:
         """The parent run of a job. SIGTERM inside the block leaves it by SystemExit(143) and ends the run KILLED.
+
+        key: a name of the run that the caller keeps; the run of an earlier process with this key goes on.
 
         Before the block starts one artifact (config.json) makes the round trip to the store and back; TrackingError
         says where it failed. Call `ray.init` first: it sets a SIGTERM handler of its own.
         """
-        with self._stop_on_sigterm(), self._run(name, None, params, tags or {}) as run:
+        with self._stop_on_sigterm(), self._run(name, None, params, tags or {}, key) as run:
             run.document("config.json", config)
             self._check_round_trip(run)
             yield run
@@ -263,11 +271,17 @@ class Recorder:
 
     @contextmanager
     def _run(
-        self, name: str, parent: str | None, params: Mapping[str, Any], tags: Mapping[str, object]
+        self,
+        name: str,
+        parent: str | None,
+        params: Mapping[str, Any],
+        tags: Mapping[str, object],
+        key: str | None,
     ) -> Iterator[RunRecord]:
-        run = RunRecord(self, uuid.uuid4().hex, name)
+        run = RunRecord(self, key or uuid.uuid4().hex, name)
         identity = {"zenray.key": run.key, "zenray.owner": owner_of_this_process(), "zenray.heartbeat": str(now_ms())}
-        self._append({"op": "run", "run": run.key, "parent": parent, "name": name, "time": now_ms(), "tags": identity})
+        opening = {"op": "run", "run": run.key, "parent": parent, "name": name, "time": now_ms(), "tags": identity}
+        self._append(opening | {"goes_on": key is not None})
         self._open[run.key] = name
         run.params(params)
         run.tags(tags)

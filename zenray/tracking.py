@@ -246,7 +246,12 @@ class Store:
 
     def _create_run(self, record: Record) -> None:
         key = record["run"]
-        if self._find_run(key) is None:
+        run_id = self._find_run(key)
+        if run_id is not None and record.get("goes_on"):
+            self.client.update_run(run_id, status="RUNNING")
+            for name, text in (record["tags"] | {"zenray.ending": "taken up again"}).items():
+                self.client.set_tag(run_id, name, text)
+        elif run_id is None:
             tags = dict(record["tags"])
             if record["parent"]:
                 tags["mlflow.parentRunId"] = self._run_id(record["parent"])
