@@ -13,10 +13,11 @@ import ray
 
 from actors.job_run import Ending, JobNeeds, JobProgram, JobRun
 from actors.job_store import JobStore
-from placement.catalogue import GpuType
+from placement.catalogue import GIB, GpuType
 from placement.correction import Observation, moved
 from placement.data_plans import ModuleProfile, correction_key, data_plans, front, predicted
 from placement.inventory import GpuNode
+from placement.mixed import Mix, mixed_plan
 from placement.plans import Knowledge, Plan, PlanList
 from placement.queue import JobEntry
 from placement.replan import plans_after
@@ -44,13 +45,27 @@ class JobPlanner:
         """The profile of the job's module; it must have been stored."""
         return ModuleProfile.from_json(self.store.profiles[self.program.profile_key(entry.request)])
 
+    def too_large(self, entry: JobEntry, nodes: Iterable[GpuNode]) -> str:
+        """Why no card can hold the job, where that is certain without a trace; else empty."""
+        needs, gpus = self.needs(entry), types_of(nodes)
+        allowed = [gpu for gpu in gpus.values() if not needs.gpu_types or gpu.name in needs.gpu_types]
+        if not allowed:
+            return _no_type(needs) if gpus else ""
+        largest = max(allowed, key=lambda gpu: gpu.memory_bytes)
+        floor_bytes = self.program.floor_bytes(entry.request)
+        if floor_bytes <= largest.memory_bytes:
+            return ""
+        return (
+            f"the closest, {largest.name}, lacks {(floor_bytes - largest.memory_bytes) / GIB:.3f} GiB a card: weights, "
+            f"gradients and optimizer alone take {floor_bytes / GIB:.3f}; add a node with larger cards, or use a smaller model"
+        )
+
     def plans(self, entry: JobEntry, nodes: Iterable[GpuNode]) -> PlanList:
         """What to queue the job with: the front of its plans, or after failures the ladder of those not tried."""
         needs, gpus = self.needs(entry), types_of(nodes)
         allowed = {name: gpu for name, gpu in gpus.items() if not needs.gpu_types or name in needs.gpu_types}
         if not allowed:
-            wanted = ", ".join(needs.gpu_types) or "any"
-            return PlanList((), (), f"the cluster has no card of type {wanted}; label a node, or drop gpu_types")
+            return PlanList((), (), _no_type(needs))
         found = data_plans(
             self.profile(entry),
             needs.global_batch,
@@ -67,11 +82,37 @@ class JobPlanner:
         left = plans_after(found.plans, entry.attempts, capacity)[:MAX_PLANS]
         return PlanList(left, found.rejected, f"no plan is left after {len(entry.attempts)} that ran out of memory")
 
+    def mix(self, entry: JobEntry, nodes: Mapping[str, GpuNode], cards: Mapping[str, int]) -> Mix | None:
+        """A gang over several types out of so many cards of each node, if the job allows it and has not failed before; as
+        many cards as it may use."""
+        needs = self.needs(entry)
+        if not needs.mixed or entry.attempts:
+            return None
+        offered = {
+            name: (nodes[name].gpu, count)
+            for name, count in cards.items()
+            if name in nodes and count and (not needs.gpu_types or nodes[name].gpu.name in needs.gpu_types)
+        }
+        most = min(needs.max_gpus, needs.global_batch, sum(count for _, count in offered.values()))
+        fixed = needs.pinned.get("data")
+        for num_gpus in range(most, 1, -1) if fixed is None else (fixed,):
+            found = mixed_plan(
+                self.profile(entry),
+                needs.global_batch,
+                offered,
+                num_gpus=num_gpus,
+                recompute=needs.recompute,
+                knowledge=Knowledge(correction=self.store.correction, image=self.image),
+            )
+            if found is not None:
+                return found
+        return None
+
     def learn(self, entry: JobEntry, run: JobRun, ending: Ending, card: GpuType) -> bool:
         """Store the measured peak; returns whether plans made before are stale now."""
-        if not run.peak_bytes or ending is Ending.HOST_FULL:
-            return False
-        profile, plan = self.profile(entry), run.plan
+        if not run.peak_bytes or ending is Ending.HOST_FULL or run.grant.shares:
+            return False  # of a mixed gang it is not known whose peak it was
+        profile, plan = self.profile(entry), run.grant.plan
         bare = predicted(
             profile,
             card,
@@ -131,6 +172,11 @@ def in_time(plans: Sequence[Plan], entry: JobEntry, needs: JobNeeds) -> tuple[Pl
         return tuple(plans)
     left_steps, end_s = needs.steps - entry.done_steps, entry.submit_s + needs.deadline_s
     return tuple(sorted(plans, key=lambda plan: time.time() + left_steps * plan.step_time_s > end_s))
+
+
+def _no_type(needs: JobNeeds) -> str:
+    wanted = ", ".join(needs.gpu_types) or "any"
+    return f"the cluster has no card of type {wanted}; label a node, or drop gpu_types"
 
 
 def types_of(nodes: Iterable[GpuNode]) -> Mapping[str, GpuType]:

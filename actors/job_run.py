@@ -23,6 +23,8 @@ from collectives.errors import CollectiveError
 from placement.data_plans import ModuleProfile
 from placement.errors import GangDoesNotFit, PlacementError
 from placement.inventory import NODE_ID_LABEL
+from placement.jobs import PlanOption
+from placement.mixed import Share
 from placement.plans import Plan
 from placement.shapes import Recompute
 
@@ -67,6 +69,18 @@ class JobNeeds:
     deadline_s: float | None
     """From submission to the end."""
     boost_s: float
+    mixed: bool
+    """Its ranks may run on cards of different types at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grant:
+    """Cards that a job has: the plan to run on them, the node of each, and what a rank runs by node if that differs."""
+
+    job_id: str
+    plan: Plan
+    nodes: tuple[str, ...]
+    shares: Mapping[str, Share] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +96,8 @@ class Assignment:
     """The card is pretended: enforce its capacity."""
     folder: str
     """Where the job's checkpoints are, on a file system that all nodes share."""
+    shares: Mapping[str, Share] = field(default_factory=dict)
+    """What a rank runs, by node id, where cards of several types are one gang; micro-batch and bytes are those then."""
 
 
 class JobProgram(Protocol):
@@ -96,6 +112,9 @@ class JobProgram(Protocol):
     def class_key(self, request: Mapping[str, Any]) -> str:
         """Equal for jobs whose plans are the same."""
 
+    def floor_bytes(self, request: Mapping[str, Any]) -> int:
+        """Bytes of one card that no plan goes below, known without a trace: weights, gradients, optimizer."""
+
     def profile(self, request: Mapping[str, Any]) -> ModuleProfile:
         """Trace the job's module; takes seconds."""
 
@@ -106,13 +125,11 @@ class JobProgram(Protocol):
 
 @dataclass
 class JobRun:
-    """One attempt. `evicted`: its cards were taken (node loss); `cancelled`: its user ended it."""
+    """One attempt. `evicted`: its cards were taken (node loss); `cancelled`: its user ended it; `moving_to`: the plan that
+    it goes on with after its next checkpoint."""
 
-    job_id: str
+    grant: Grant
     run_id: str
-    plan: Plan
-    nodes: tuple[str, ...]
-    """Node of each rank's card."""
     resource: str
     needs: JobNeeds
     function: RankFunction
@@ -123,13 +140,36 @@ class JobRun:
     delay_s: float = 0.0
     evicted: bool = False
     cancelled: bool = False
+    moving_to: PlanOption | None = None
     peak_bytes: float = 0.0
     needed_bytes: float = 0.0
     """What the plan would have needed: the peak, or more where a trend says so."""
     step: int = 0
     loss: float | None = None
+    begun_s: float = 0.0
+    """Monotonic, as the next two."""
+    first: tuple[int, float] | None = None
+    """The first step that was reported, and when."""
+    last_s: float = 0.0
     group: WorkerGroup | None = None
     thread: threading.Thread | None = field(default=None, repr=False)
+
+    @property
+    def job_id(self) -> str:
+        """Whose attempt it is."""
+        return self.grant.job_id
+
+    @property
+    def restart_s(self) -> float | None:
+        """What the start of this attempt took, up to the end of its first step; None before that."""
+        return None if self.first is None else self.first[1] - self.begun_s
+
+    @property
+    def step_s(self) -> float | None:
+        """Measured seconds a step; None before the second one."""
+        if self.first is None or self.step <= self.first[0]:
+            return None
+        return (self.last_s - self.first[1]) / (self.step - self.first[0])
 
     def start(self) -> None:
         """Begin in a thread of its own."""
@@ -147,12 +187,13 @@ class JobRun:
             self.before.thread.join(JOIN_S)
         self.before = None
         time.sleep(self.delay_s)
+        self.begun_s = time.monotonic()
         results: list[Mapping[str, Any]] = []
         try:
             self.group = WorkerGroup(
-                len(self.nodes),
+                len(self.grant.nodes),
                 resources_per_worker={**self.needs.resources, self.resource: 1},
-                selectors=[{NODE_ID_LABEL: node} for node in self.nodes],
+                selectors=[{NODE_ID_LABEL: node} for node in self.grant.nodes],
                 run_id=self.run_id,
                 start_timeout_s=START_S,
             )
@@ -175,7 +216,8 @@ class JobRun:
         metrics = report.metrics
         self.peak_bytes = max(self.peak_bytes, float(metrics.get("peak_bytes", 0.0)))
         if metrics.get("kind") == "progress":
-            self.step, self.loss = int(metrics["step"]), metrics["loss"]
+            self.step, self.loss, self.last_s = int(metrics["step"]), metrics["loss"], time.monotonic()
+            self.first = self.first or (self.step, self.last_s)
         self.on_report(self, report)
 
 

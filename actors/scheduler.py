@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,18 @@ import ray
 
 from actors.card_watch import CardWatch
 from actors.job_planner import JobPlanner, Profiler
-from actors.job_run import MEMORY_ENDINGS, Assignment, Ending, JobProgram, JobRun
+from actors.job_run import MEMORY_ENDINGS, Assignment, Ending, Grant, JobProgram, JobRun
 from actors.job_store import JobStore
 from actors.metrics import Metrics
+from actors.placer import JobPlacer
 from actors.worker import Report, hide_gpus
 from placement.data_plans import ModuleProfile, plan_key
 from placement.errors import PlacementError
 from placement.groups import read_cluster, reap
-from placement.inventory import FAKE_RESOURCE, GpuNode
-from placement.jobs import JobClass, JobSpec, Start
-from placement.live import LiveScheduler
-from placement.plans import Plan
+from placement.inventory import FAKE_RESOURCE
 from placement.queue import ON_CARDS, OVER, JobEntry, JobState
 from placement.replan import MAX_REPLANS, attempt_of
+from placement.resize import MIN_RESIDENCE_S
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +46,17 @@ S = JobState
 class JobScheduler:
     """See the module. folder: of the queue; checkpoints of jobs lie below it, so all nodes must share it."""
 
-    def __init__(self, folder: str, program: JobProgram, image: str = "", patience_s: float = 600.0):
-        """image: software of the workers, part of the key of what is learned. patience_s: a job that waited so long gets
-        the next cards reserved."""
+    def __init__(
+        self,
+        folder: str,
+        program: JobProgram,
+        image: str = "",
+        patience_s: float = 600.0,
+        residence_s: float = MIN_RESIDENCE_S,
+    ):
+        """image: software of the workers, part of the key of what is learned. patience_s, residence_s: see JobPlacer."""
         hide_gpus()
-        self.folder, self.program, self.patience_s = Path(folder), program, patience_s
+        self.folder, self.program = Path(folder), program
         self._lock = threading.RLock()
         self._wake = threading.Event()
         self._store = JobStore(self.folder)
@@ -59,12 +64,8 @@ class JobScheduler:
         self._profiler = Profiler(program)
         self._watch = CardWatch()
         self._queue_id = self.folder.name
-        self._core: LiveScheduler | None = None
-        self._nodes: dict[str, GpuNode] = {}
-        self._class_of: dict[str, str] = {}
-        self._plans: dict[str, Sequence[Plan]] = {}
+        self._placer = JobPlacer(self._planner, patience_s, residence_s)
         self._runs: dict[str, JobRun] = {}
-        self._version = 0
         self._refreshed_s = self._reaped_s = 0.0
         self._closed = False
         self._metrics = Metrics(run=self._queue_id)
@@ -87,6 +88,7 @@ class JobScheduler:
                 return known.job_id
             entry = JobEntry(job_id=str(request["name"]), request=request, submit_s=time.time())
             self._store.submit(entry)
+            self._advance(entry)
         self._wake.set()
         return entry.job_id
 
@@ -102,9 +104,8 @@ class JobScheduler:
             if run is not None and not run.evicted:
                 run.cancelled = True
                 run.stop()
-            elif self._core is not None and job_id in self._class_of:
-                self._launch_all(self._core.finish(job_id, time.time()))
-                del self._class_of[job_id]
+            else:
+                self._launch_all(self._placer.drop(job_id))
         return S.CANCELLED
 
     @ray.method
@@ -136,7 +137,8 @@ class JobScheduler:
     def inventory(self) -> list[dict[str, Any]]:
         """The nodes with cards, and where labels, Ray and NVML disagree."""
         with self._lock:
-            return [{**asdict(node.spec), "disagreements": list(node.disagreements)} for node in self._nodes.values()]
+            nodes = self._placer.nodes.values()
+            return [{**asdict(node.spec), "disagreements": list(node.disagreements)} for node in nodes]
 
     @ray.method
     def close(self) -> None:
@@ -178,6 +180,7 @@ class JobScheduler:
         if time.monotonic() - self._refreshed_s > REFRESH_S:
             self._refresh_nodes()
             self._measure()
+            self._choose_moves()
             self._refreshed_s = time.monotonic()
         self._collect_profiles()
         with self._lock:
@@ -185,15 +188,16 @@ class JobScheduler:
                 return
             for entry in list(self._store.entries.values()):
                 self._advance(entry)
-            if self._core is not None:
-                slots = self._core.tick(time.time())
-                self._launch_all([self._core.start_of(int(slot)) for slot in slots])
+            self._launch_all(self._placer.tick())
+            for entry in list(self._store.entries.values()):
+                if entry.state is S.QUEUED and self._planner.needs(entry).mixed and self._placer.ready:
+                    self._launch_all(self._placer.mix(entry))
 
     def _measure(self) -> None:
         """Export how many jobs are where, and the memory of those that run."""
         with self._lock:
             states = [entry.state for entry in self._store.entries.values()]
-            runs = [(run.job_id, run.plan.memory.nvml_upper, run.peak_bytes) for run in self._runs.values()]
+            runs = [(run.job_id, run.grant.plan.memory.nvml_upper, run.peak_bytes) for run in self._runs.values()]
         for state in JobState:
             self._metrics.set("zenray_jobs", states.count(state), state=state)
         for job_id, predicted_bytes, peak_bytes in runs:
@@ -211,9 +215,11 @@ class JobScheduler:
             key = self.program.profile_key(entry.request)
             if key in self._store.profiles:
                 self._change(entry.job_id, "", state=S.PREDICTED)
+            elif too_large := self._planner.too_large(entry, self._placer.nodes.values()):
+                self._change(entry.job_id, too_large, state=S.INFEASIBLE)
             else:
                 self._profiler.start(key, entry.request)
-        elif entry.state in (S.PREDICTED, S.QUEUED) and self._core is not None and entry.job_id not in self._class_of:
+        elif entry.state in (S.PREDICTED, S.QUEUED) and self._placer.ready and not self._placer.knows(entry.job_id):
             self._plan(entry)
 
     def _expire(self, entry: JobEntry) -> None:
@@ -233,116 +239,80 @@ class JobScheduler:
                     if entry.state is S.SUBMITTED and self.program.profile_key(entry.request) == key:
                         self._fail(entry.job_id, f"its memory could not be predicted: {found}")
 
-    # --- plans --------------------------------------------------------------------------------------------------------
+    # --- plans and nodes ----------------------------------------------------------------------------------------------
 
     def _plan(self, entry: JobEntry) -> None:
-        """Give a job its class of plans and queue it, or say what is missing."""
-        core, job_id = self._core, entry.job_id
-        assert core is not None
-        listed = self._planner.plans(entry, self._nodes.values())
-        if not listed.plans:
-            if entry.attempts:
-                self._fail(job_id, listed.nearest)
-            elif entry.state is not S.INFEASIBLE:
-                self._change(job_id, listed.nearest, state=S.INFEASIBLE)
-            return
-        name = f"{self.program.class_key(entry.request)}.{self._version}"
-        if entry.attempts:
-            name += f".{job_id}.{len(entry.attempts)}"
-        if not core.knows(name):
-            core.add_class(JobClass(name, listed.options()))
-            self._plans[name] = listed.plans
-        self._class_of[job_id] = name
-        self._launch_all(core.submit(self._spec(entry, name), time.time()))
-        if not core.explain(job_id).nearest and core.explain(job_id).state == "INFEASIBLE":
-            core.finish(job_id, time.time())
-            del self._class_of[job_id]
+        """Queue a job with its plans, or say what is missing."""
+        job_id, planned = entry.job_id, self._placer.plan(entry)
+        if planned.refused and entry.attempts:
+            self._fail(job_id, planned.refused)
+        elif planned.refused:
             if entry.state is not S.INFEASIBLE:
-                best = listed.plans[0]
-                why = f"needs {best.num_gpus} x {best.gpu_type} at once, more than the cluster has"
-                self._change(job_id, why, state=S.INFEASIBLE)
-        elif self._entry(job_id).state in (S.PREDICTED, S.INFEASIBLE):
+                self._change(job_id, planned.refused, state=S.INFEASIBLE)
+        elif entry.state in (S.PREDICTED, S.INFEASIBLE):
             self._change(job_id, "", state=S.QUEUED)
-
-    def _spec(self, entry: JobEntry, class_name: str) -> JobSpec:
-        needs = self._planner.needs(entry)
-        steps = max(1, needs.steps - entry.done_steps)
-        return JobSpec(entry.job_id, class_name, float(steps), entry.submit_s, needs.boost_s)
-
-    # --- nodes --------------------------------------------------------------------------------------------------------
+        self._launch_all(planned.grants)
 
     def _refresh_nodes(self) -> None:
-        """See which nodes came or went; a new kind of card makes all plans anew."""
+        """See which nodes came or went."""
         now = self._watch.read()
         with self._lock:
-            gone, came = set(self._nodes) - set(now), [n for name, n in now.items() if name not in self._nodes]
-            for name in gone:
+            for name in set(self._placer.nodes) - set(now):
                 self._lose(name)
-            self._nodes = now
-            if came and self._core is not None and all(self._same_kind(node) for node in came):
-                for node in came:
-                    self._launch_all(self._core.add_node(node.spec, time.time()))
-            elif came:
-                self._rebuild()
-            if came:
-                for entry in list(self._store.entries.values()):
-                    if entry.state is S.INFEASIBLE:
-                        self._plan(entry)
+            came = bool(set(now) - set(self._placer.nodes))
+            self._launch_all(self._placer.adopt(now, self._holding()))
+            for entry in list(self._store.entries.values()) if came else ():
+                if entry.state is S.INFEASIBLE and self.program.profile_key(entry.request) in self._store.profiles:
+                    self._plan(entry)
+                elif entry.state is S.INFEASIBLE and not self._planner.too_large(entry, now.values()):
+                    self._change(entry.job_id, "", state=S.SUBMITTED)
 
-    def _same_kind(self, node: GpuNode) -> bool:
-        assert self._core is not None
-        known = (node.spec.gpu_type, node.spec.memory_bytes) in self._core.ledger.pools
-        return known and node.spec.num_gpus <= self._core.ledger.cells.owner.shape[1]
+    def _holding(self) -> Iterator[tuple[JobEntry, Grant, float]]:
+        """What holds cards, and how many steps it has left."""
+        for job_id, run in self._runs.items():
+            if not run.evicted:
+                entry = self._entry(job_id)
+                yield entry, run.grant, float(run.needs.steps - max(run.step, entry.done_steps))
 
     def _lose(self, name: str) -> None:
         """A node is gone: its jobs lose all their cards and queue again."""
-        if self._core is None:
-            return
-        jobs, starts = self._core.node_lost(name, time.time())
+        jobs, grants = self._placer.lose(name)
         for job_id in jobs:
             run = self._runs.get(job_id)
             if run is not None:
                 run.evicted = True
                 run.stop()
             if self._entry(job_id).state in OVER:  # cancelled, its workers were still ending
-                self._leave_core(job_id)
+                self._launch_all(self._placer.drop(job_id))
             else:
                 self._change(job_id, f"node {name[:8]} was lost", state=S.QUEUED)
-        self._launch_all(starts)
+        self._launch_all(grants)
 
-    def _rebuild(self) -> None:
-        """New tables for the present nodes and corrections; running jobs keep their cards, waiting ones are planned anew."""
-        self._version += 1
-        self._class_of.clear()
-        self._plans.clear()
-        if not self._nodes:
-            self._core = None
-            return
-        core = self._core = LiveScheduler([node.spec for node in self._nodes.values()], self.patience_s)
-        for job_id, run in self._runs.items():
-            if run.evicted or any(node not in self._nodes for node in run.nodes):
-                continue
-            entry, option = self._entry(job_id), run.plan.option()
-            name = f"{job_id}.{self._version}.running"
-            core.add_class(JobClass(name, (option,)))
-            self._class_of[job_id], self._plans[name] = name, (run.plan,)
-            cards = {node: run.nodes.count(node) for node in dict.fromkeys(run.nodes)}
-            left_s = (run.needs.steps - max(run.step, entry.done_steps)) * option.step_time_s
-            core.restore(self._spec(entry, name), option, cards, time.time() + left_s)
+    def _choose_moves(self) -> None:
+        """Jobs that shall go on with more or fewer cards do so after their next checkpoint."""
+        with self._lock:
+            now_s, restart_s, finish_s = time.time(), {}, {}
+            for entry, grant, steps_left in self._holding():
+                run = self._runs[grant.job_id]
+                if run.restart_s and run.step_s and not run.cancelled:
+                    finish_s[entry.job_id] = now_s + steps_left * run.step_s
+                    if entry.state is S.RUNNING and run.moving_to is None:
+                        restart_s[entry.job_id] = run.restart_s
+            for job_id, option in self._placer.moves(restart_s, finish_s):
+                self._runs[job_id].moving_to = option
+                where = f"{option.num_gpus} x {option.gpu_type}"
+                self._change(job_id, f"goes on with {where} after its next checkpoint")
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 
-    def _launch_all(self, starts: list[Start]) -> None:
-        for start in starts:
-            self._launch(start)
+    def _launch_all(self, grants: Sequence[Grant]) -> None:
+        for grant in grants:
+            self._launch(grant)
 
-    def _launch(self, start: Start) -> None:
-        """The core gave a job its cards: begin an attempt."""
-        job_id = start.job_id
-        entry = self._entry(job_id)
-        plan = next(p for p in self._plans[self._class_of[job_id]] if p.option() == start.option)
-        nodes = tuple(share.node for share in start.shares for _ in share.gpus)
-        card = self._nodes[nodes[0]]
+    def _launch(self, grant: Grant) -> None:
+        """A job has its cards: begin an attempt."""
+        job_id, plan, nodes = grant.job_id, grant.plan, grant.nodes
+        entry, card = self._entry(job_id), self._placer.nodes[nodes[0]]
         if entry.state in (S.PREDICTED, S.INFEASIBLE):
             self._change(job_id, "", state=S.QUEUED)
         self._change(
@@ -361,12 +331,11 @@ class JobScheduler:
             capacity_bytes=card.gpu.memory_bytes,
             fake=card.resource == FAKE_RESOURCE,
             folder=str(self.folder.resolve() / "checkpoints" / job_id),
+            shares=grant.shares,
         )
         run = JobRun(
-            job_id=job_id,
+            grant=grant,
             run_id=f"{self._queue_id}.{job_id}.{entry.starts + 1}",
-            plan=plan,
-            nodes=nodes,
             resource=card.resource,
             needs=self._planner.needs(entry),
             function=self.program.rank_function(entry.request, assignment),
@@ -390,95 +359,87 @@ class JobScheduler:
 
     def _reported(self, run: JobRun, report: Report) -> None:
         kind = report.metrics.get("kind")
-        if kind not in ("checkpoint", "alarm"):
+        if kind not in ("checkpoint", "alarm", "split"):
             return
         with self._lock:
             if self._entry(run.job_id).state in OVER:
                 return
             if kind == "checkpoint":
-                self._store.change(run.job_id, done_steps=int(report.metrics["step"]))
-            else:
+                step = int(report.metrics["step"])
+                self._store.change(run.job_id, done_steps=step)
+                if run.moving_to is not None and step < run.needs.steps and not run.evicted:
+                    self._change(run.job_id, "moves to another plan", state=S.RESIZING)
+                    run.stop()
+            elif kind == "alarm":
                 self._change(run.job_id, f"memory warning: {report.metrics['text']}")
+            else:
+                self._change(run.job_id, report.metrics["text"])
 
     def _ended(self, run: JobRun, ending: Ending, detail: str, result: Mapping[str, Any]) -> None:
         """What follows from the end of an attempt."""
         with self._lock:
             if self._runs.get(run.job_id) is run:
                 del self._runs[run.job_id]
-            if self._closed or run.evicted or self._core is None:
+            if self._closed or run.evicted or not self._placer.ready:
                 return
             job_id, now_s = run.job_id, time.time()
             if run.cancelled:
-                self._leave_core(job_id)
+                self._launch_all(self._placer.drop(job_id))
             elif ending is Ending.DONE:
                 self._learn(run, ending)
-                memory = run.plan.memory
+                memory = run.grant.plan.memory
                 outcome = {**result, "predicted_bytes": memory.nvml, "upper_bytes": memory.nvml_upper}
                 self._change(job_id, "", state=S.DONE, end_s=now_s, outcome=outcome, done_steps=int(result["step"]))
-                self._leave_core(job_id)
+                self._launch_all(self._placer.drop(job_id))
             elif ending in MEMORY_ENDINGS:
                 self._learn(run, ending)
                 self._replan(run, ending, detail)
+            elif self._entry(job_id).state is S.RESIZING and run.moving_to is not None:
+                self._change(job_id, "", state=S.QUEUED)
+                self._launch_all([self._placer.resize(job_id, run.moving_to)])
             elif self._is_final(run, ending):
                 self._fail(job_id, f"{ending}: {detail}")
             else:
                 losses = self._entry(job_id).losses + 1
                 self._change(job_id, f"{ending}: {detail}", state=S.QUEUED, losses=losses)
-                self._leave_core(job_id)  # and is planned anew in the next turn, at its old place in the queue
+                self._launch_all(self._placer.drop(job_id))  # planned anew in the next turn, at its old place
         self._wake.set()
 
     def _is_final(self, run: JobRun, ending: Ending) -> bool:
         """Whether another start of the same plan is pointless. A node that died makes a gang impossible as well: that
         job gets other nodes."""
         if ending is Ending.IMPOSSIBLE:
-            return {node.node_id for node in read_cluster().nodes} >= set(run.nodes)
+            return {node.node_id for node in read_cluster().nodes} >= set(run.grant.nodes)
         return ending is Ending.ERROR or self._entry(run.job_id).losses >= MAX_LOSSES
 
     def _replan(self, run: JobRun, ending: Ending, detail: str) -> None:
         """Out of memory, or nearly: the plan is never tried again; the next one goes on from the last checkpoint."""
         entry = self._entry(run.job_id)
-        attempts = (*entry.attempts, attempt_of(run.plan, run.needed_bytes or run.plan.memory.nvml))
+        attempts = (*entry.attempts, attempt_of(run.grant.plan, run.needed_bytes or run.grant.plan.memory.nvml))
         self._change(run.job_id, f"{ending}: {detail}", state=S.RESIZING, attempts=attempts)
         self._metrics.add("zenray_replans", cause=ending.name.lower())
-        self._leave_core(run.job_id)
+        self._launch_all(self._placer.drop(run.job_id))
         if len(attempts) > MAX_REPLANS:
             self._fail(run.job_id, f"{len(attempts)} plans ran out of memory, the last by: {detail}")
             return
         self._change(run.job_id, "waits for another plan", state=S.QUEUED)
 
     def _learn(self, run: JobRun, ending: Ending) -> None:
-        """Let the measured peak move the prediction of its kind."""
-        card = self._nodes.get(run.nodes[0])
+        """Let the measured peak move the prediction of its kind; waiting jobs get plans by it when next looked at."""
+        card = self._placer.nodes.get(run.grant.nodes[0])
         if card is not None and self._planner.learn(self._entry(run.job_id), run, ending, card.gpu):
-            self._plan_anew()
-
-    def _plan_anew(self) -> None:
-        """Waiting jobs get plans by the new correction when they are next looked at."""
-        core = self._core
-        if core is None:
-            return
-        self._version += 1
-        for entry in list(self._store.entries.values()):
-            waits = entry.state is S.QUEUED and entry.job_id in self._class_of and entry.job_id not in self._runs
-            if waits:
-                core.finish(entry.job_id, time.time())
-                del self._class_of[entry.job_id]
-
-    def _leave_core(self, job_id: str) -> None:
-        """Give back the cards of a job and start what may now fit."""
-        if self._core is not None and job_id in self._class_of:
-            starts = self._core.finish(job_id, time.time())
-            del self._class_of[job_id]
-            self._launch_all(starts)
+            entries = self._store.entries.values()
+            self._placer.replan(e.job_id for e in entries if e.state is S.QUEUED and e.job_id not in self._runs)
 
     def _fail(self, job_id: str, reason: str) -> None:
         self._change(job_id, reason, state=S.FAILED, end_s=time.time())
-        self._leave_core(job_id)
+        self._launch_all(self._placer.drop(job_id))
 
     def _explanation(self, entry: JobEntry) -> str:
-        if entry.state is not S.QUEUED or self._core is None or entry.job_id not in self._class_of:
-            return f"{entry.state}: {entry.reason}" if entry.reason else str(entry.state)
-        return f"QUEUED: {self._core.tell(entry.job_id, time.time())}. {entry.reason}".rstrip()
+        told = self._placer.tell(entry.job_id) if entry.state is S.QUEUED else ""
+        if told:
+            return f"QUEUED: {told}. {entry.reason}".rstrip()
+        return f"{entry.state}: {entry.reason}" if entry.reason else str(entry.state)
 
     # --- entries ------------------------------------------------------------------------------------------------------
 

@@ -68,6 +68,7 @@ class WorkerContext:
     local_size: int
     node: str
     """Address of this worker's node."""
+    node_id: str
     device: torch.device
     transport: Transport
     inbox: queue.SimpleQueue[object]
@@ -201,6 +202,7 @@ class GpuWorker:
             local_rank=place.local_rank,
             local_size=place.local_size,
             node=place.seat.address,
+            node_id=place.seat.node_id,
             device=torch.device("cuda", 0) if self.gpu_ids else torch.device("cpu"),
             transport=transport,
             inbox=self.inbox,

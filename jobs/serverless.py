@@ -53,13 +53,13 @@ def cluster_of(config: ServerlessConfig, run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def scheduler_of(folder: Path, patience_s: float) -> Iterator[Any]:
+def scheduler_of(folder: Path, config: ServerlessConfig) -> Iterator[Any]:
     """The queue's actor. Ray restarts it when it dies, and it goes on from its folder; ends with this process."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor_class: Any = ray.remote(JobScheduler)
     options = {"max_restarts": -1, "max_task_retries": 3, "num_cpus": 0, "scheduling_strategy": here}
     actor = actor_class.options(name=SCHEDULER_NAME, namespace=SCHEDULER_NAMESPACE, **options).remote(
-        str(folder), QueueProgram(), f"torch-{version('torch')}", patience_s
+        str(folder), QueueProgram(), f"torch-{version('torch')}", config.patience_s, config.residence_s
     )
     try:
         yield actor
@@ -80,7 +80,7 @@ def serve(config: ServerlessConfig, run: Run) -> dict[str, Any]:
             params={"jobs": len(config.jobs), "serve": config.serve},
             tags={"zenray.job": run.name, "out": run.out.resolve()},
         ) as record,
-        scheduler_of(folder.resolve(), config.patience_s) as actor,
+        scheduler_of(folder.resolve(), config) as actor,
     ):
         known = {row["job_id"] for row in ray.get(actor.jobs.remote(), timeout=CALL_S)}
         for job in config.jobs:

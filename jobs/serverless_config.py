@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from jobs.train_config import TrackingConfig
+from placement.resize import MIN_RESIDENCE_S
 from zenray.config import Section
 from zenray.job_config import JobConfig
 
@@ -30,6 +31,8 @@ class ServerlessConfig(Section):
     """Where the queue and the checkpoints are kept; empty: below the output folder. Shared by all nodes."""
     patience_s: PositiveFloat = 600.0
     """A job that waited so long gets the next cards reserved."""
+    residence_s: PositiveFloat = MIN_RESIDENCE_S
+    """How long a running job keeps its cards at least before it is given more or fewer."""
     tracking: TrackingConfig = TrackingConfig()
     """MLflow: one run for the queue, one below it for each job."""
     timeout_s: PositiveFloat = 1800.0

@@ -36,17 +36,17 @@ OVER = frozenset({S.DONE, S.FAILED, S.CANCELLED})
 """States that nothing leaves. INFEASIBLE is left when a node joins that changes the answer."""
 
 TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
-    S.SUBMITTED: frozenset({S.PREDICTED, S.FAILED, S.CANCELLED}),
+    S.SUBMITTED: frozenset({S.PREDICTED, S.INFEASIBLE, S.FAILED, S.CANCELLED}),
     S.PREDICTED: frozenset({S.QUEUED, S.INFEASIBLE, S.FAILED, S.CANCELLED}),
     S.QUEUED: frozenset({S.RESERVED, S.INFEASIBLE, S.FAILED, S.CANCELLED}),
     S.RESERVED: frozenset({S.STARTING, S.QUEUED, S.FAILED, S.CANCELLED}),
     S.STARTING: frozenset({S.RUNNING, S.QUEUED, S.RESIZING, S.FAILED, S.CANCELLED}),
     S.RUNNING: frozenset({S.RESIZING, S.QUEUED, S.DONE, S.FAILED, S.CANCELLED}),
-    S.RESIZING: frozenset({S.QUEUED, S.FAILED, S.CANCELLED}),
+    S.RESIZING: frozenset({S.QUEUED, S.DONE, S.FAILED, S.CANCELLED}),
     S.DONE: frozenset(),
     S.FAILED: frozenset(),
     S.CANCELLED: frozenset(),
-    S.INFEASIBLE: frozenset({S.QUEUED, S.CANCELLED}),
+    S.INFEASIBLE: frozenset({S.SUBMITTED, S.QUEUED, S.CANCELLED}),
 }
 
 

@@ -1,12 +1,12 @@
 """Which running jobs of the scheduler should change their size now: prices over the plan lists, and only what pays.
 
-A move is proposed if the time it saves over the predicted rest exceeds its restart, and not before a job has spent
-`MIN_RESIDENCE_S` where it is. Cards for waiting jobs come first: resizing is called after a pass, with what is left.
+A job grows, or takes another type, if the time it saves over its predicted rest exceeds its restart. It shrinks if a
+waiting job is worth more on the cards that come free. Nobody moves before it has spent its residence where it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,41 +16,54 @@ from placement.jobs import PlanOption
 from placement.scheduler import RunningJob, Scheduler
 
 MIN_RESIDENCE_S = 600.0
+MAX_WAITING = 32
+"""Waiting jobs that are looked at; they come first in the queue."""
+KEPT = 10.0
+"""Added to every plan of a running job, far above what any is worth: it may shrink, but not end."""
 
 
-def propose_moves(scheduler: Scheduler, now_s: float, restart_s: Mapping[str, float]) -> list[tuple[str, PlanOption]]:
-    """(job, new plan), in an order in which shrinking comes first; the caller begins each with `begin_move`.
+def propose_moves(
+    scheduler: Scheduler, now_s: float, restart_s: Mapping[str, float], residence_s: float = MIN_RESIDENCE_S
+) -> list[tuple[str, PlanOption]]:
+    """(job, new plan), in an order in which shrinking comes first; the caller carries each out.
 
     restart_s: measured or predicted checkpoint + restore + start of each job in seconds; a job without one stays.
     """
     jobs = [job for job in scheduler.running() if job.job_id in restart_s]
-    settled = [job for job in jobs if now_s - job.placed_s >= MIN_RESIDENCE_S and job.finish_s > now_s]
+    settled = [job for job in jobs if now_s - job.placed_s >= residence_s and job.finish_s > now_s]
     if not settled:
         return []
+    waiting = scheduler.waiting(MAX_WAITING)
     capacity = _room(scheduler, settled)
-    columns = sorted({(o.gpu_type, o.num_gpus) for job in settled for o in job.options if o.gpu_type in capacity})
+    plans = [_fastest(options) for options in [*(job.options for job in settled), *(options for options, _ in waiting)]]
+    columns = sorted({key for row in plans for key in row if key[0] in capacity})
     types = {name: t for t, name in enumerate(sorted(capacity))}
-    plans = [_fastest(job) for job in settled]
-    value = np.zeros((len(settled), len(columns)))
-    for i, job in enumerate(settled):
-        rate = np.array([1.0 / plans[i][c].step_time_s if c in plans[i] else 0.0 for c in columns])
-        present = columns.index((job.option.gpu_type, job.option.num_gpus))
-        steps_left = (job.finish_s - now_s) / job.option.step_time_s
-        value[i] = config_values(rate, rate > 0, steps_left, present, restart_s[job.job_id])
+    value = np.zeros((len(plans), len(columns)))
+    for i, row in enumerate(plans):
+        rate = np.array([1.0 / row[c].step_time_s if c in row else 0.0 for c in columns])
+        if i < len(settled):
+            job = settled[i]
+            steps, restart = (job.finish_s - now_s) / job.option.step_time_s, restart_s[job.job_id]
+            present = columns.index((job.option.gpu_type, job.option.num_gpus))
+        else:
+            steps, restart, present = waiting[i - len(settled)][1], 0.0, -1
+        value[i] = config_values(rate, rate > 0, steps, present, restart)
+        value[i, value[i] > 0] += KEPT * (present >= 0)
     result = allocate(
         value,
         np.array([types[name] for name, _ in columns], np.int32),
         np.array([gpus for _, gpus in columns], np.int32),
         np.array([capacity[name] for name in sorted(capacity)], np.int64),
     )
+    makes_room = bool((result.choice[len(settled) :] >= 0).any())
     moves = []
     for i, job in enumerate(settled):
         if result.choice[i] < 0:
             continue
         new = plans[i][columns[result.choice[i]]]
-        left_s = job.finish_s - now_s
-        saved_s = left_s * (1.0 - new.step_time_s / job.option.step_time_s)
-        if new != job.option and saved_s > restart_s[job.job_id]:
+        saved_s = (job.finish_s - now_s) * (1.0 - new.step_time_s / job.option.step_time_s)
+        shrinks = makes_room and new.num_gpus < job.option.num_gpus
+        if new != job.option and (shrinks or saved_s > restart_s[job.job_id]):
             moves.append((job.job_id, new))
     held = {job.job_id: job.option.num_gpus for job in settled}
     return sorted(moves, key=lambda move: (move[1].num_gpus - held[move[0]], move[0]))
@@ -68,10 +81,10 @@ def _room(scheduler: Scheduler, jobs: list[RunningJob]) -> dict[str, int]:
     return room
 
 
-def _fastest(job: RunningJob) -> dict[tuple[str, int], PlanOption]:
+def _fastest(options: Sequence[PlanOption]) -> dict[tuple[str, int], PlanOption]:
     """The fastest plan of each GPU type and count."""
     best: dict[tuple[str, int], PlanOption] = {}
-    for option in job.options:
+    for option in options:
         key = (option.gpu_type, option.num_gpus)
         if key not in best or option.step_time_s < best[key].step_time_s:
             best[key] = option

@@ -246,6 +246,12 @@ class Scheduler:
                 found.append(RunningJob(job_id, self._plan(slot), self.classes[c].options, finish_s, placed_s))
         return found
 
+    def waiting(self, limit: int) -> list[tuple[tuple[PlanOption, ...], float]]:
+        """(plans, steps) of the first `limit` waiting jobs by priority."""
+        slots = [slot for slot in self._jobs.values() if self._queue.option[slot] < 0]
+        slots.sort(key=lambda slot: float(self._queue.key[slot]))
+        return [(self.classes[self._queue.class_of[s]].options, float(self._queue.num_steps[s])) for s in slots[:limit]]
+
     def explain(self, job_id: str) -> Explanation:
         """Why a job waits: for each plan what is missing, where it is least, and whether waiting can help at all."""
         slot = self._slot(job_id)

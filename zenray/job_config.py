@@ -63,6 +63,36 @@ class RetainSection(Section):
     """Kept for so many micro-batches back."""
 
 
+class KubeRaySection(Section):
+    """A cluster of Kubernetes that lives as long as the job."""
+
+    image: str = Field(pattern=r"^[\w./:@-]+$")
+    """With this repository and what it depends on; its working directory is the repository."""
+    workers: PositiveInt = 1
+    """Pods beside the head."""
+    cpus: PositiveInt = 4
+    """Of each pod."""
+    memory_gib: PositiveInt = 16
+    """Of each pod."""
+    gpus: int = Field(default=0, ge=0)
+    """NVIDIA cards of each worker."""
+    token_secret: str = Field(default="ray-token", pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")
+    """Name of the Secret whose key `auth_token` is the token of the cluster."""
+
+
+PLAIN_KEYS = (
+    "entrypoint",
+    "working_dir",
+    "excludes",
+    "env_vars",
+    "entrypoint_resources",
+    "start_timeout_s",
+    "max_retries",
+    "kuberay",
+)
+"""Keys of plain Ray jobs, which the queue does not take."""
+
+
 class JobConfig(Section):
     """One job of the queue. With `entrypoint` it is a plain Ray job and the training keys are not used."""
 
@@ -87,6 +117,9 @@ class JobConfig(Section):
     """What is fixed of the plan: `data` (ranks), `micro_batch`."""
     gpu_types: list[str] = Field(default_factory=list)
     """The only card types allowed; empty: all."""
+    mixed: bool = False
+    """Whether ranks may run on cards of different types at once, the batch split by their speed, where no single type has
+    enough idle cards: then as many cards as `max_gpus`, or `pin.data`, allows."""
     host_memory_mib: PositiveInt = 512
     """Host memory that Ray reserves for each rank."""
     deadline_s: PositiveFloat | None = None
@@ -99,9 +132,21 @@ class JobConfig(Section):
     """How gradients are synchronised; see `zenray.prepare_model`."""
     retain: RetainSection | None = None
     entrypoint: str | None = None
-    """A shell command: run it as a plain Ray job."""
+    """A shell command: run it as a plain Ray job. With `model` as well, memory is checked before that."""
     working_dir: str = "."
+    """The folder whose files Ray copies to the cluster."""
+    excludes: list[str] = Field(default_factory=list)
+    """Patterns of files that are not copied, as in a `.gitignore`."""
     env_vars: dict[str, str] = Field(default_factory=dict)
+    """Environment of the entrypoint and of all workers. Whoever may read the jobs API can read them."""
+    entrypoint_resources: dict[str, float] = Field(default_factory=dict)
+    """What the entrypoint itself reserves on one node, by Ray's names: CPU, GPU, memory in bytes, custom ones."""
+    start_timeout_s: PositiveFloat = 120.0
+    """Longest time from submission until the entrypoint runs; then the job is stopped."""
+    max_retries: int = Field(default=0, ge=0)
+    """How often an entrypoint that failed is submitted again."""
+    kuberay: KubeRaySection | None = None
+    """What `zenray submit --kuberay` asks of Kubernetes."""
 
 
 class SetupSection(Section):
@@ -147,7 +192,7 @@ class PlanConfig(Section):
 
 def request_of(config: JobConfig) -> dict[str, Any]:
     """The job file as plain values, as it travels to the queue."""
-    return config.model_dump(mode="json", exclude={"entrypoint", "working_dir", "env_vars"})
+    return config.model_dump(mode="json", exclude=set(PLAIN_KEYS))
 
 
 def job_of(request: Mapping[str, Any]) -> JobConfig:

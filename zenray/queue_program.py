@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -26,8 +27,9 @@ from actors.worker import RankFunction, WorkerContext
 from collectives.errors import ConfigError
 from placement.catalogue import MIB
 from placement.data_plans import PINNABLE, ModuleProfile
+from placement.mixed import drifted, split_by_speed
 from placement.peaks import Peak
-from placement.shapes import ModelShape, Recompute
+from placement.shapes import Layout, ModelShape, Recompute, stage_parameters
 from placement.speed import flops_per_token
 from placement.traced import Device, predict_module
 from placement.watch import Alarm, Limits
@@ -84,6 +86,7 @@ class QueueProgram:
             timeout_s=job.timeout_s,
             deadline_s=job.deadline_s,
             boost_s=job.boost_s,
+            mixed=job.mixed,
         )
 
     def profile_key(self, request: Mapping[str, Any]) -> str:
@@ -93,6 +96,11 @@ class QueueProgram:
     def class_key(self, request: Mapping[str, Any]) -> str:
         """The same, and what narrows the choice of plans."""
         return digest_of({name: request[name] for name in (*_TRACED, *_NARROWING)})[:16]
+
+    def floor_bytes(self, request: Mapping[str, Any]) -> int:
+        """Weights, gradients and both moments of Adam, 4 bytes each."""
+        shape = workload_of(job_of(request)).shape
+        return 16 * int(stage_parameters(shape, Layout.of(micro_batch=1), first=False).total[0])
 
     def profile(self, request: Mapping[str, Any]) -> ModuleProfile:
         """Trace the module at the smallest and the largest micro-batch, with and without recomputation."""
@@ -136,6 +144,14 @@ def train_rank(request: Mapping[str, Any], assignment: Assignment, context: Work
     record. Raises CardOutOfMemory, HostOutOfMemory, or what the collectives raise.
     """
     job = job_of(request)
+    if assignment.shares:
+        share = assignment.shares[context.node_id]
+        assignment = replace(
+            assignment,
+            micro_batch=share.micro_batch,
+            upper_bytes=share.upper_bytes,
+            capacity_bytes=share.capacity_bytes,
+        )
     limits = Limits(upper_bytes=assignment.upper_bytes, capacity_bytes=assignment.capacity_bytes)
     where: list[Any] = [0, "start"]
     with told_apart(context.rank, limits, where), card_of(assignment, context) as card:
@@ -180,6 +196,12 @@ class _Loop:
         self.metrics = StepMetrics(context.run_id, context.rank, self.model)
         self.losses: list[float] = []
         self.stopped = False
+        self.samples = (job.batch // context.size,) * context.size
+        self.forward: list[float] = [0.0, 0.0]
+        """Samples and seconds of forward passes since the last split: a rank's speed, without waiting for others."""
+        if assignment.shares:
+            speeds = self._gather(assignment.shares[context.node_id].speed)
+            self.samples = split_by_speed(speeds, job.batch)
         self.digest = digest_of({k: v for k, v in job.model_dump(mode="json").items() if k in _NUMERIC})
         # The state is the same on every rank, so rank 0 writes it, whatever the number of ranks is next time.
         self.folder = CheckpointFolder(Path(assignment.folder), 0, 1)
@@ -221,15 +243,16 @@ class _Loop:
             where[1] = "checkpoint"
             if self.stopped or self.done_steps == due:
                 self._save()
+                if self.assignment.shares:
+                    self._split_anew()
         if alarm:
             self._say("alarm", text=alarm, peak_bytes=monitor.peak_bytes)
         return alarm, needed_bytes
 
     def _step(self, step: int) -> float:
         """Forward and backward of this rank's slice in micro-batches, then the update; returns its share of the loss."""
-        job, b, size = self.job, self.assignment.micro_batch, self.context.size
-        share = job.batch // size
-        first = self.context.rank * share
+        job, b, size, rank = self.job, self.assignment.micro_batch, self.context.size, self.context.rank
+        first, share = sum(self.samples[:rank]), self.samples[rank]
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for start in range(first, first + share, b):
@@ -237,11 +260,31 @@ class _Loop:
             batch = [item.to(self.context.device) for item in self.workload.samples(step, start, stop)]
             last = stop == first + share
             with contextlib.nullcontext() if last or self.model is self.module else self.model.no_sync():  # type: ignore[operator]
+                began = perf_counter()
                 loss = self.model(*batch) * ((stop - start) * size / job.batch)  # DDP averages over ranks
+                total += float(loss.detach()) / size
+                self.forward[0] += stop - start
+                self.forward[1] += perf_counter() - began
                 loss.backward()
-            total += float(loss.detach()) / size
         self.optimizer.step()
         return total
+
+    def _gather(self, value: float) -> list[float]:
+        """This number of every rank, by rank."""
+        row = torch.zeros(self.context.size, dtype=torch.float64)
+        row[self.context.rank] = value
+        if self.context.size > 1:
+            self.context.transport.all_reduce("speeds", row)
+        return list(row.tolist())
+
+    def _split_anew(self) -> None:
+        """Split the batch by measured speeds, if they are far from those it was split by. All ranks decide alike."""
+        speeds = self._gather(self.forward[0] / max(self.forward[1], 1e-9))
+        self.forward = [0.0, 0.0]
+        if drifted(self.samples, speeds):
+            self.samples = split_by_speed(speeds, self.job.batch)
+            if self.context.rank == 0:
+                self._say("split", text=f"step {self.done_steps}: batch split {self.samples} by measured speed")
 
     def _agree(self, loss: float, alarm: bool) -> tuple[float, int]:
         """(mean loss of the global batch, ranks with an alarm): all ranks stop at the same step, or none."""

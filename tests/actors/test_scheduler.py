@@ -57,7 +57,7 @@ def reference_loss(request: Mapping[str, Any], folder: Path) -> float:
 class Queue:
     """The actor, as tests use it."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, name: str = SCHEDULER_NAME, residence_s: float = 600.0):
         from actors.scheduler import JobScheduler
 
         self.folder = folder
@@ -66,9 +66,9 @@ class Queue:
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
-        name = {"name": SCHEDULER_NAME, "namespace": SCHEDULER_NAMESPACE}
-        actor_class = ray.remote(JobScheduler).options(**options, **name, scheduling_strategy=here)
-        self.actor: Any = actor_class.remote(str(folder), program, "test")
+        known_as = {"name": name, "namespace": SCHEDULER_NAMESPACE}
+        actor_class = ray.remote(JobScheduler).options(**options, **known_as, scheduling_strategy=here)
+        self.actor: Any = actor_class.remote(str(folder), program, "test", 600.0, residence_s)
 
     def __call__(self, method: str, *arguments: Any) -> Any:
         return ray.get(getattr(self.actor, method).remote(*arguments), timeout=CALL_S)
@@ -266,6 +266,20 @@ def test_case_21_host_memory_is_part_of_the_plan_and_of_the_reason(jobs: Queue, 
     assert row["starts"] == 1, "what can never be placed is not tried again"
 
 
+def test_case_19_one_job_runs_on_cards_of_three_types_and_starts_as_one_gang(
+    jobs: Queue, wait_until: Wait, tmp_path: Path
+) -> None:
+    memory = {node["name"]: node for node in jobs("inventory")}
+    request = job("motley", mixed=True, max_gpus=3, pin={"data": 3}, gpu_types=["fake-24", "fake-64"], batch=18)
+    jobs("submit", request)
+    row = jobs.settle(wait_until, "motley")["motley"]
+    assert row["state"] == JobState.DONE, row["history"]
+    assert (len(row["nodes"]), row["starts"]) == (3, 1)
+    assert {memory[node]["gpu_type"] for node in row["nodes"]} == {"fake-24", "fake-64"}
+    assert row["plan"].startswith("fake-24+fake-64 d=3"), "no type alone has three cards"
+    assert row["outcome"]["last_loss"] == pytest.approx(reference_loss(request, tmp_path), rel=1e-4)
+
+
 def test_the_command_line_reaches_the_queue(jobs: Queue, wait_until: Wait, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(
@@ -298,3 +312,26 @@ def test_wrong_requests_are_refused_at_once(jobs: Queue) -> None:
         with pytest.raises(Exception, match=why) as caught:
             jobs("submit", wrong)
         assert isinstance(getattr(caught.value, "cause", None), error)
+
+
+def test_case_11_a_running_job_grows_into_idle_cards_and_makes_room_with_the_same_loss_curve(
+    jobs: Queue, wait_until: Wait, tmp_path: Path
+) -> None:
+    queue = Queue(tmp_path / "queue", "zenray-resizing", residence_s=1.0)
+    try:
+        request = job("stretch", steps=700, checkpoint_every=20, gpu_types=["fake-24"])
+        queue("submit", request)
+        assert wait_until(lambda: len(queue("status", "stretch")["nodes"]) == 2, 120.0), queue("status", "stretch")
+        queue("submit", job("guest", gpu_types=["fake-24"], max_gpus=1))
+        rows = queue.settle(wait_until, "stretch", "guest")
+        row = rows["stretch"]
+        plans = [line.split("plan ")[1].split(" on ")[0] for line in row["history"] if "RESERVED: plan" in line]
+        assert [plan.split()[1] for plan in plans[:3]] == ["d=1", "d=2", "d=1"], row["history"]
+        assert sum("after its next checkpoint" in line for line in row["history"]) >= 2
+        for one in rows.values():
+            assert (one["state"], one["losses"], one["attempts"]) == (JobState.DONE, 0, ()), one["history"]
+        assert row["end_s"] > rows["guest"]["end_s"], "it made room, the guest did not wait for its end"
+        assert row["outcome"]["last_loss"] == pytest.approx(reference_loss(request, tmp_path), rel=1e-3)
+    finally:
+        queue("close")
+        ray.kill(queue.actor)

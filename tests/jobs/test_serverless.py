@@ -1,16 +1,28 @@
 """The queue as a job: its demonstration, whole and as a file."""
 
 import json
-import subprocess
-import sys
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
+from ray._private.state import actors
 
+from jobs import serverless
+from jobs.job import run_job
+from jobs.nodes import local_nodes
 from jobs.serverless_config import ServerlessConfig
-from placement.catalogue import MIB
+from placement.queue import JobState
 from zenray.config import load
 from zenray.job_config import request_of
+from zenray.queue_client import SCHEDULER_NAME, SCHEDULER_NAMESPACE
 from zenray.queue_program import QueueProgram
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,24 +56,70 @@ def test_a_class_is_what_plans_depend_on_and_no_more() -> None:
         assert program.class_key(request_of(first.model_copy(update=change))) != key
 
 
+class Saboteur(threading.Thread):
+    """Kills the scheduler's process, and with it a node that runs a job, once a third of the jobs are done."""
+
+    def __init__(self, nodes: Any):
+        super().__init__(daemon=True)
+        self.nodes, self.said, self.hit = nodes, "", ""
+
+    def run(self) -> None:
+        deadline = time.monotonic() + 600
+        while time.monotonic() < deadline and not self.hit:
+            time.sleep(0.2)
+            try:
+                actor = ray.get_actor(SCHEDULER_NAME, namespace=SCHEDULER_NAMESPACE)
+                rows = ray.get(actor.jobs.remote(), timeout=30)
+                waiting = [row["job_id"] for row in rows if row["state"] == JobState.QUEUED]
+                running = [row for row in rows if row["state"] == JobState.RUNNING and row["done_steps"]]
+                if waiting and not self.said.startswith("QUEUED"):
+                    self.said = ray.get(actor.explain.remote(waiting[0]), timeout=30)
+                if sum(row["state"] == JobState.DONE for row in rows) >= 6 and running:
+                    self.hit = running[0]["job_id"]
+                    os.kill(int(actors()[actor._actor_id.hex()]["Pid"]), signal.SIGKILL)
+                    self.nodes.remove(running[0]["nodes"][0])
+            except (ValueError, ray.exceptions.RayError):
+                continue
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twenty_jobs_through_the_queue(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "jobs.serverless", "--config", str(DEMO), "--out", str(tmp_path / "out")]
-    uri = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
-    done = subprocess.run([*command, uri], cwd=ROOT, capture_output=True, text=True, timeout=840, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    metrics = json.loads((tmp_path / "out" / "result.json").read_text())["metrics"]
+def test_twenty_jobs_lose_nothing_when_the_scheduler_and_a_node_are_killed_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saboteurs: list[Saboteur] = []
+
+    @contextmanager
+    def fragile_nodes(num_nodes: int) -> Iterator[Any]:
+        with local_nodes(num_nodes) as nodes:
+            saboteurs.append(Saboteur(nodes))
+            saboteurs[0].start()
+            yield nodes
+
+    monkeypatch.setattr(serverless, "local_nodes", fragile_nodes)
+    out, uri = tmp_path / "out", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
+    assert (
+        run_job("serverless", ServerlessConfig, serverless.serve, ["--config", str(DEMO), "--out", str(out), uri]) == 0
+    )
+    [saboteur] = saboteurs
+    metrics = json.loads((out / "result.json").read_text())["metrics"]
     rows = {row["job_id"]: row for row in metrics["jobs"]}
-    memory = {node["name"]: node["memory_bytes"] for node in metrics["nodes"]}
-    assert metrics["states"] == {"DONE": 19, "INFEASIBLE": 1}
+    assert metrics["states"] == {"DONE": 19, "INFEASIBLE": 1}, {name: row["history"] for name, row in rows.items()}
+    assert len(metrics["nodes"]) == 4, "one of the five nodes was killed"
+    assert saboteur.said.startswith("QUEUED: ")
+    assert " are missing (" in saboteur.said
+    assert rows[saboteur.hit]["starts"] >= 2
+    assert any("the scheduler was restarted" in line for line in rows[saboteur.hit]["history"])
     assert "lacks" in rows["too-large"]["reason"]
+    assert "add a node with larger cards" in rows["too-large"]["reason"]
+    memory = {node["name"]: node["memory_bytes"] for node in metrics["nodes"]}
     for name, row in rows.items():
         if row["state"] == "DONE":
-            assert row["outcome"]["peak_bytes"] <= min(memory[node] for node in row["nodes"]), name
+            assert row["done_steps"] == row["request"]["steps"]
+            cards = [memory[node] for node in row["nodes"] if node in memory]  # the lost node is not listed
+            assert row["outcome"]["peak_bytes"] <= min(cards, default=math.inf), name
             assert not any("card out of memory" in line for line in row["history"]), row["history"]
         keys = [attempt["key"] for attempt in row["attempts"]]
         assert row["plan"] not in keys
         assert len(set(keys)) == len(keys)
     assert any(rows[name]["attempts"] for name in ("drifts-0", "drifts-1"))
-    assert all(memory_bytes >= 16 * MIB for memory_bytes in memory.values())

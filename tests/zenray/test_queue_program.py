@@ -79,6 +79,11 @@ def test_a_full_card_says_where_and_with_which_numbers(tmp_path: Path) -> None:
     assert (caught.value.step, caught.value.phase, caught.value.limit_bytes) == (0, "training", 6 << 20)
 
 
+def test_the_floor_is_what_a_card_holds_at_least(profile: ModuleProfile) -> None:
+    traced = profile.step.parameters + profile.gradient_bytes + profile.step.optimizer
+    assert 0.97 * traced <= QueueProgram().floor_bytes(request_of(JOB)) <= traced
+
+
 def test_wrong_jobs_are_refused() -> None:
     program = QueueProgram()
     for change, words in (
