@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +21,7 @@ from rich.table import Table
 
 from collectives.errors import ConfigError, ZenrayError
 from zenray.config import Section, load
+from zenray.environment import environment
 
 C = TypeVar("C", bound=Section)
 
@@ -122,25 +120,6 @@ def parse_command(
         values[option] = Path(argument)
     config, out = values.pop("config", None), values.pop("out", None)
     return config, out, values, overrides
-
-
-def environment() -> dict[str, Any]:
-    """What a reader must know to compare two results."""
-    packages = {}
-    for package in ("torch", "ray", "mlflow", "numpy", "numba"):
-        try:
-            packages[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return {
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "system": platform.platform(),
-        "cores": os.cpu_count(),
-        "load_1min": round(os.getloadavg()[0], 2),
-        "packages": packages,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
 
 
 def write_result(run: Run, config: Section, metrics: dict[str, Any]) -> None:

@@ -30,7 +30,8 @@ from jobs.workloads.gpt import Gpt
 from jobs.workloads.stdlib_lm import StdlibLm
 from zenray.comparison import Block, TensorChoice, TrainingLog, call_table, choices
 from zenray.engine import CheckpointPlan, TrainPlan, Variant, Workload, train_rank
-from zenray.plots import plot_bytes, plot_losses
+from zenray.environment import of_other_nodes
+from zenray.plots import plot_bytes, plot_losses, plot_time
 from zenray.recorder import Recorder, RunRecord
 
 SUBJECT, BASELINE = "zenray", "ddp_dense"
@@ -153,6 +154,8 @@ def run_group(
             for event in log.events[num_events:]:
                 run.say(f"event: {event}")
                 record.tags({f"event.{num_events}": event})
+            if report.metrics["kind"] == "node":
+                record.metrics(of_other_nodes(report.metrics["figures"]), report.metrics["step"])
             if block is not None:
                 record_block(children[block.variant], block)
                 progress(block)
@@ -221,8 +224,12 @@ def conclude(
     plot_losses(log, run.out / "loss.png")
     plot_bytes(log, run.out / "bytes.png")
     schemes = choices(mine[SUBJECT]["records"])
+    reductions = [(c.tensor, c.scheme, c.observed_ms, c.predicted_ms) for c in schemes]
+    for row in mine[SUBJECT]["dense"].get("segments", []):
+        reductions.append((row["label"], row["choice"], 1e3 * row["observed_s"], 1e3 * row["predicted_s"]))
+    plot_time({name: 1 / log.steps_per_s(name) for name in log.variants}, reductions, run.out / "time.png")
     record.document("schemes.json", [asdict(choice) for choice in schemes])
-    for name in ("steps.parquet", "calls.parquet", "loss.png", "bytes.png"):
+    for name in ("steps.parquet", "calls.parquet", "loss.png", "bytes.png", "time.png"):
         record.file(run.out / name)
     variants = {name: variant_figures(log, name, mine[name]) for name in log.variants}
     metrics: dict[str, Any] = {"variants": variants, "schemes": [asdict(choice) for choice in schemes]}

@@ -88,6 +88,17 @@ def status(job: Annotated[str | None, typer.Argument(help="Its name; without it,
 
 
 @app.command()
+def report(
+    run: Annotated[str, typer.Argument(help="A run's id or name in MLflow.")],
+    out: Annotated[Path | None, typer.Option(help="The page to write, an HTML file.")] = None,
+) -> None:
+    """Write one run and its variants or trials as one HTML page that needs no server."""
+    from zenray.report import write_report
+
+    typer.echo(f"report: {write_report(run, out)}")
+
+
+@app.command()
 def cancel(job: str) -> None:
     """End a job, whether it waits or runs."""
     from zenray.queue_client import connected

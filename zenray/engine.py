@@ -42,6 +42,7 @@ from collectives.planner import CallRecord
 from collectives.policy import SyncPolicy
 from collectives.replicas import check_replicas, digest
 from collectives.transport import all_gather_records
+from zenray.environment import node_metrics
 from zenray.step_metrics import StepMetrics
 from zenray.train import prepare_model
 
@@ -351,6 +352,8 @@ def train_rank(plan: TrainPlan, workload: Workload, context: WorkerContext) -> d
             record["warmup"] = steps.start < plan.warmup_steps
             traffic = {key: record[key] for key in ("variant", "first_step", "sent_bytes", "wire_bytes", "warmup")}
             context.report(traffic | {"kind": "traffic", "num_steps": len(steps)})
+            if context.local_rank == 0:
+                context.report({"kind": "node", "step": steps.stop, "figures": node_metrics()})
             if context.rank == 0:
                 context.report(record)
         checkpoints.save_if_due(steps)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -14,6 +15,7 @@ from zenray.sweeps import Outcome, TrialLog
 
 COLOURS = ("#0b7a75", "#b0b7bf", "#d1495b", "#edae49")
 DPI = 130
+MAX_BARS = 8
 
 
 def _panels() -> tuple[Figure, list[Axes]]:
@@ -59,6 +61,29 @@ def plot_bytes(log: TrainingLog, path: Path) -> None:
     largest = max((count / 1e3 for _, count in by_phase), default=1.0) or 1.0
     phases.set(title=f"{log.variants[0]}, by phase", xlabel="kB, busiest rank", xlim=(0, 1.3 * largest))
     for axis in (total, phases):
+        axis.grid(False, axis="y")
+    figure.savefig(path)
+
+
+def plot_time(s_per_step: Mapping[str, float], reductions: Sequence[tuple[str, str, float, float]], path: Path) -> None:
+    """Where a step's time goes. s_per_step by variant; reductions: (tensor, scheme, observed ms, predicted ms) of one."""
+    figure, (steps, parts) = _panels()
+    names = list(s_per_step)
+    values = [1e3 * s if math.isfinite(s) else 0.0 for s in s_per_step.values()]
+    bars = steps.barh(names, values, color=[COLOURS[index % len(COLOURS)] for index in range(len(names))])
+    steps.bar_label(bars, [f" {value:.3g} ms" for value in values])
+    steps.invert_yaxis()
+    steps.set(title="Time of a step", xlabel="ms", xlim=(0, 1.25 * max(values, default=1.0) or 1.0))
+    slowest = sorted(reductions, key=lambda row: -row[2])[:MAX_BARS]
+    rows = range(len(slowest))
+    parts.barh([r - 0.2 for r in rows], [row[2] for row in slowest], 0.4, color=COLOURS[0], label="observed")
+    parts.barh([r + 0.2 for r in rows], [row[3] for row in slowest], 0.4, color=COLOURS[1], label="predicted")
+    parts.set_yticks(rows, [f"{tensor[-28:]}\n{scheme}" for tensor, scheme, *_ in slowest], fontsize=8)
+    parts.invert_yaxis()
+    parts.set(title="Reductions of gradients, the slowest first", xlabel="ms a step")
+    if slowest:
+        parts.legend(frameon=False, loc="lower right")
+    for axis in (steps, parts):
         axis.grid(False, axis="y")
     figure.savefig(path)
 

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from collectives.errors import ZenrayError
+from zenray.environment import environment, node_metrics
 from zenray.redact import redact, redact_text
 from zenray.spool import Spool, orphans
 from zenray.tracking import LONG_VALUE, Rejected, Store, StoreDown, TrackingError, entity_key, old_file_store
@@ -188,6 +189,8 @@ class Recorder:
         self._lost_records = 0
         self._open: dict[str, str] = {}
         """Runs that have not ended: name by key."""
+        self._job: RunRecord | None = None
+        self._num_beats = 0
         self._closing = threading.Event()
         self._wake = threading.Condition()
         self.store = Store(uri or default_uri(), project)
@@ -229,6 +232,8 @@ class Recorder:
         """
         with self._stop_on_sigterm(), self._run(name, None, params, tags or {}, key) as run:
             run.document("config.json", config)
+            run.document("environment.json", environment())
+            self._job = run
             self._check_round_trip(run)
             yield run
 
@@ -358,6 +363,7 @@ class Recorder:
     def _write(self) -> None:
         pause_s, next_beat = 0.1, time.monotonic() + HEARTBEAT_S
         adopted = False
+        node_metrics()  # the load is that since the call before
         while not self._closing.is_set():
             try:
                 self.store.open()
@@ -367,6 +373,7 @@ class Recorder:
                     self._adopt()
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + HEARTBEAT_S
+                    self._note_load()
                     self.store.beat(list(self._open), now_ms())
                 pause_s, self._down = 0.1, False
             except StoreDown as error:
@@ -379,6 +386,11 @@ class Recorder:
                 self._wake.notify_all()
                 if pause_s > 0.1 or not self.spool.pending_bytes:
                     self._wake.wait(pause_s)
+
+    def _note_load(self) -> None:
+        if self._job is not None and self._job.key in self._open:
+            self._num_beats += 1
+            self._job.metrics(node_metrics(), self._num_beats)
 
     def _send(self) -> None:
         while batch := self.spool.peek():

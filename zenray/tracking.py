@@ -118,6 +118,11 @@ def _client(uri: str) -> MlflowClient:
     return MlflowClient(tracking_uri=uri)
 
 
+def connect(uri: str) -> MlflowClient:
+    """A client to read the records at `uri` with. Raises TrackingError for the retired file store."""
+    return _client(check_uri(uri))
+
+
 class Store:
     """One experiment of one MLflow store. Used by one thread at a time."""
 
