@@ -61,7 +61,7 @@ SAY_EVERY_S = 5.0
 class Config(Section):
     """Which policies run, and how."""
 
-    policies: list[str] = Field(default=["ours", "sia", "frenzy", "fifo"])
+    policies: list[str] = Field(default=["ours", "ours-alone", "sia", "sia-shared", "frenzy", "fifo"])
     """One simulation each, on the same trace."""
     mode: Literal["rounds", "events"] = "rounds"
     """rounds: decisions once a round, as Sia's simulator; events: also at each arrival and finish."""

@@ -3,7 +3,9 @@
 The others are `test_case_NN_...` in tests/actors/test_scheduler.py.
 """
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,24 @@ from placement.replan import Attempt, plans_after
 from placement.shapes import ModelShape, Setup
 
 SHAPE = ModelShape(layers=8, hidden=2048, heads=16, seq=2048, vocab=32000)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_case_of_the_list_has_a_test_or_a_reason() -> None:
+    rows = re.findall(r"^\| (\d+) \|.*\| (.*) \|$", (ROOT / "docs/user-cases-scheduling.md").read_text(), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 22))
+    tested = {
+        place: {int(n) for name in re.findall(r"def test_case_([\d_]+)_", path.read_text()) for n in name.split("_")}
+        for place, path in (("A", Path(__file__)), ("S", ROOT / "tests/actors/test_scheduler.py"))
+    }
+    for number, where in rows:
+        borrowed = re.search(r"cases? (\d+)", where)
+        wanted = int(borrowed[1] if borrowed else number)
+        for place in {"A", "S"} & set(re.findall(r"\b[AS]\b", where)):
+            assert wanted in tested[place], f"case {number}: no test_case_{wanted:02d} in {place}"
+        assert re.search(r"\b[AS]\b", where), f"case {number} says neither where it is tested nor why not"
 
 
 def cluster(*nodes: tuple[str, str, int, int]) -> LiveScheduler:

@@ -98,6 +98,28 @@ def test_a_batch_beyond_memory_costs_the_restart_and_is_told():
     assert outcome.jobs[0].finish_s == pytest.approx(120 + 30 + 800 * 1.2), "half the batch, twice the steps"
 
 
+class Tuned(Fixed):
+    """One GPU, and the job tunes its own batch."""
+
+    def decide(self, now_s, jobs, cluster):
+        self.seen.append([job.estimator.grad for job in jobs])
+        return {job.index: (Allocation(0, (job.index,), (1,)), None) for job in jobs}
+
+
+def test_a_batch_is_tuned_every_round_and_classes_may_share_what_the_first_job_saw():
+    app = one_app(epochs=1, fits=16)
+    (job,) = play(Tuned(), app).jobs
+    # 30 s restart, 30 s at batch 8 before the noise is known, then batch 16 counts twice: within the same epoch.
+    assert job.finish_s == pytest.approx(60 + 30 + 30 + (100 - 30 / 1.2) / 2 * 1.2)
+    later = TraceJob("b", 70.0, "simple", 1, 8)
+    for shares in (False, True):
+        policy = Tuned()
+        policy.shares_profiles = shares
+        play(policy, app, jobs=(JOB, later))
+        first_seen = next(grads for grads in policy.seen if len(grads) == 2)
+        assert (first_seen[1] is not None) == shares
+
+
 def test_a_lost_node_throws_back_to_the_last_epoch():
     events = [NodeEvent(250.0, 0, False), NodeEvent(260.0, 0, True)]
     (job,) = play(Fixed(), node_events=events).jobs
