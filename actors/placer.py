@@ -23,9 +23,10 @@ from placement.resize import propose_moves
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What became of a job that was to be planned: grants (its own or others'), or why no plan can ever run."""
+    """What became of a job that was to be planned: its grant, what it waits for, or why no plan can ever run."""
 
     grants: list[Grant] = field(default_factory=list)
+    waits: str = ""
     refused: str = ""
 
 
@@ -84,8 +85,9 @@ class JobPlacer:
             self.drop(job_id)
             best = listed.plans[0]
             refused = f"needs {best.num_gpus} x {best.gpu_type} at once, more than the cluster has"
-        if mixable and self.planner.mix(entry, self.nodes, {name: n.spec.num_gpus for name, n in self.nodes.items()}):
-            return Planned()
+        everything = {name: node.spec.num_gpus for name, node in self.nodes.items()}
+        if mixable and (found := self.planner.mix(entry, self.nodes, everything)):
+            return Planned(waits=f"waits for idle cards of several types, at most {found.plan.num_gpus}")
         return Planned(refused=refused)
 
     def mix(self, entry: JobEntry) -> list[Grant]:
@@ -97,8 +99,7 @@ class JobPlacer:
         if found is None:
             return []
         self.drop(entry.job_id)
-        self._version += 1
-        name = f"{entry.job_id}.{self._version}.mixed"
+        name = f"{entry.job_id}.{entry.starts}.mixed"
         self._shares[name] = found.shares
         return [self._restore(entry, name, found.plan, found.cards)]
 
@@ -107,7 +108,7 @@ class JobPlacer:
         if self._core is None or not self.knows(job_id):
             return []
         starts = self._core.finish(job_id, time.time())
-        del self._class_of[job_id]
+        self._shares.pop(self._class_of.pop(job_id), None)
         return self._grants(starts)
 
     def moves(self, restart_s: Mapping[str, float], finish_s: Mapping[str, float]) -> list[tuple[str, PlanOption]]:
@@ -132,7 +133,9 @@ class JobPlacer:
         if self._core is None:
             return [], []
         jobs, starts = self._core.node_lost(name, time.time())
-        return jobs, self._grants(starts)
+        mixed = [job_id for job_id in jobs if self._class_of[job_id] in self._shares]  # its shares name the lost node
+        grants = self._grants([start for start in starts if start.job_id not in mixed])
+        return jobs, grants + [grant for job_id in mixed for grant in self.drop(job_id)]
 
     def adopt(self, now: dict[str, GpuNode], running: Iterable[tuple[JobEntry, Grant, float]]) -> list[Grant]:
         """The nodes of this moment; a new kind of card makes all plans anew. running: what holds cards, and its steps left."""

@@ -250,7 +250,7 @@ class JobScheduler:
             if entry.state is not S.INFEASIBLE:
                 self._change(job_id, planned.refused, state=S.INFEASIBLE)
         elif entry.state in (S.PREDICTED, S.INFEASIBLE):
-            self._change(job_id, "", state=S.QUEUED)
+            self._change(job_id, planned.waits, state=S.QUEUED)
         self._launch_all(planned.grants)
 
     def _refresh_nodes(self) -> None:

@@ -85,9 +85,11 @@ def mixed_plan(
     cards: type and number of cards by node. The first recomputation level that enough cards hold is taken for all.
     """
     for level in [level for level in recompute if level in profile.smallest]:
+        types = {gpu.name: gpu for gpu, _ in cards.values()}
+        fits = {name: _fit(profile, gpu, global_batch, level, knowledge) for name, gpu in types.items()}
         offers = []
         for node, (gpu, count) in cards.items():
-            memory, share = _fit(profile, gpu, global_batch, level, knowledge)
+            memory, share = fits[gpu.name]
             if share is not None and count > 0:
                 offers.append((share, node, gpu, count, memory))
         offers.sort(key=lambda offer: (-offer[0].speed, -offer[3], offer[1]))
