@@ -177,11 +177,12 @@ def end_processes(processes: Sequence[psutil.Process]) -> None:
 class NamespaceCluster:
     """One Ray node in each of the first `num_nodes` namespaces of `bed`; a context manager.
 
-    Node i declares `cpus_per_node` CPUs and one unit of the resource `node<i>`. A node that does not come up is started
+    Node i declares `cpus_per_node` CPUs and one unit of the resource `node<i>`; `env` is added to everybody's
+    environment. A node that does not come up is started
     once more, which `retried` reports, and then raises ClusterError with the end of its log.
     """
 
-    def __init__(self, bed: ShapedBed, num_nodes: int, *, cpus_per_node: int = 2):
+    def __init__(self, bed: ShapedBed, num_nodes: int, *, cpus_per_node: int = 2, env: Mapping[str, str] | None = None):
         self.bed, self.num_nodes, self.cpus_per_node = bed, num_nodes, cpus_per_node
         self.address = f"{bed.address(0)}:{HEAD_PORT}"
         self.env = {
@@ -193,6 +194,7 @@ class NamespaceCluster:
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
+            **(env or {}),
         }
         self.retried: list[str] = []
         """What made a node start twice, one line each; empty after a clean start."""

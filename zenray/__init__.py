@@ -16,8 +16,13 @@ if TYPE_CHECKING:
         WireFormatError,
         ZenrayError,
     )
+    from collectives.fsdp import compress_fsdp
+    from collectives.outer import OuterLoop
+    from collectives.pipeline import CompressedStage
     from collectives.policy import SyncPolicy
     from collectives.replicas import clip_grad_norm_
+    from collectives.tensor_parallel import TensorParallel
+    from collectives.zero import ShardedOptimizer
     from placement.errors import GangDoesNotFit, PlacementError
     from zenray.planning import plan, predict_memory
     from zenray.queue_client import QueueMissing
@@ -29,6 +34,11 @@ _HOMES = {
     "explain": "zenray.train",
     "sparse_all_reduce": "zenray.train",
     "clip_grad_norm_": "collectives.replicas",
+    "CompressedStage": "collectives.pipeline",
+    "OuterLoop": "collectives.outer",
+    "ShardedOptimizer": "collectives.zero",
+    "TensorParallel": "collectives.tensor_parallel",
+    "compress_fsdp": "collectives.fsdp",
     "predict_memory": "zenray.planning",
     "plan": "zenray.planning",
     "SyncPolicy": "collectives.policy",
@@ -57,14 +67,18 @@ __all__ = [
     "CollectiveError",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "CompressedStage",
     "ConfigError",
     "GangDoesNotFit",
     "GradientError",
     "GroupStateError",
+    "OuterLoop",
     "PeerLost",
     "PlacementError",
     "QueueMissing",
+    "ShardedOptimizer",
     "SyncPolicy",
+    "TensorParallel",
     "TrackingError",
     "WireFormatError",
     "WorkerError",
@@ -72,6 +86,7 @@ __all__ = [
     "WorkerTimeout",
     "ZenrayError",
     "clip_grad_norm_",
+    "compress_fsdp",
     "explain",
     "plan",
     "predict_memory",

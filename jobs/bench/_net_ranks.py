@@ -15,6 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.cost import probe_link
+from collectives.gradients import GradientReducer
+from collectives.planner import Planner
+from collectives.policy import SyncPolicy
+from collectives.segments import Place
 from collectives.sparse.all_reduce import reduce_rows
 from collectives.sparse.quantised import QUANTISED, RowFeedback
 from collectives.sparse.rows import SparseRows
@@ -25,6 +30,9 @@ from jobs.bench._net_compress import compress_suite
 from jobs.bench.contender import Contender, Result
 from jobs.workloads.zipf import workload
 
+LOSSLESS = SyncPolicy(codecs=(("dp_grad", ()),))
+SETTLING_CALLS = 24
+"""Calls after which the planner has tried every scheme that it has hopes for, three times each."""
 TX_BYTES = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
@@ -129,11 +137,41 @@ def sparse_suite(transport: TorchTransport, config: dict[str, Any]) -> Sequence[
 
         return call
 
-    exact = [Contender(name, scheme(name), reference=lambda: total) for name in [*SCHEMES, "auto"]]
     return [
         *baselines,
-        *exact,
+        *(Contender(name, scheme(name), reference=lambda: total) for name in SCHEMES),
+        *automatic(transport, rows, total),
         *(Contender(name, quantised(name), lambda: None, lambda: total, 0.4) for name in QUANTISED),
+    ]
+
+
+def automatic(transport: TorchTransport, rows: SparseRows, total: Tensor) -> list[Contender]:
+    """What the planner makes, as in training, of this gradient, and of a dense one of the same shape in place."""
+    reducer = GradientReducer(transport, Planner(probe_link(transport)), LOSSLESS)
+    shape, size = total.shape, transport.size
+    gradient = torch.sparse_coo_tensor(rows.ids[None], rows.values, tuple(shape), is_coalesced=True)
+    full = torch.randn(shape, generator=torch.Generator().manual_seed(transport.rank))
+    buffer, places = full.clone().view(-1), [Place("dense", 0, shape, True)]
+
+    def sparse() -> SparseRows:
+        if "embedding" not in reducer.planner.choices:
+            for _ in range(SETTLING_CALLS):
+                reducer.reduce_sparse("embedding", gradient)
+        mean = reducer.reduce_sparse("embedding", gradient)
+        return SparseRows(mean.indices()[0], mean.values(), shape[0])
+
+    def dense() -> Tensor:
+        reducer.reduce_flat(buffer, places)
+        return buffer.view(shape)
+
+    def reference() -> Tensor:
+        mean = full.clone()
+        transport.all_reduce("reference", mean, "mean")
+        return mean
+
+    return [
+        Contender("auto", sparse, reference=lambda: total / size),
+        Contender("auto_on_dense", dense, lambda: buffer.view(shape).copy_(full), reference),
     ]
 
 

@@ -34,13 +34,14 @@ def test_replicas_that_differ_end_the_run() -> None:
 
 
 def test_ratios_are_taken_within_one_run() -> None:
-    metrics = sparse_metrics(
-        {name: {"median_s": s} for name, s in (("dense", 8.0), ("gloo_sparse", 2.0), ("zen", 1.0), ("auto", 1.25))}
-    )
+    medians = {"dense": 8.0, "gloo_sparse": 2.0, "zen": 1.0, "auto": 1.25, "auto_on_dense": 8.2}
+    figures = {name: {"median_s": s, "relative_error": None} for name, s in medians.items()}
+    metrics = sparse_metrics({**figures, "column+int4b": {"median_s": 0.5, "relative_error": 0.1}})
     assert metrics["speedup_over_dense"] == 6.4
     assert metrics["speedup_over_gloo_sparse"] == 1.6
     assert metrics["auto_over_best"] == 1.25
-    assert metrics["schemes"]["zen"] == {"speedup_over_dense": 8.0, "speedup_over_gloo_sparse": 2.0, "median_s": 1.0}
+    assert metrics["auto_on_dense"] == {"median_s": 8.2, "relative_error": None, "over_dense": 1.025}
+    assert metrics["schemes"]["zen"] == figures["zen"] | {"speedup_over_dense": 8.0, "speedup_over_gloo_sparse": 2.0}
 
 
 def test_line_rate_share_counts_what_must_cross_a_port() -> None:
@@ -61,6 +62,12 @@ def test_settings_that_make_no_sense_are_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=override.split("=")[0]):
         load(Config, None, [override])
     assert load(Config, None, ["link=200mbit"]).link == 2e8
+
+
+def test_ray_nodes_without_links_are_refused(tmp_path: Path) -> None:
+    config = load(Config, None, ["link=none", "ranks=2", "engine=ray", "size_mib=1"])
+    with pytest.raises(ConfigError, match="engine=ray needs a node per rank"):
+        run(config, Run("bench-net", tmp_path, {}))
 
 
 def test_a_small_run_without_shaped_links(tmp_path: Path) -> None:
