@@ -314,6 +314,7 @@ def test_wrong_requests_are_refused_at_once(jobs: Queue) -> None:
         assert isinstance(getattr(caught.value, "cause", None), error)
 
 
+@pytest.mark.slow  # a move must save more than a start of workers takes; tests/placement/test_live.py has the decisions
 def test_case_11_a_running_job_grows_into_idle_cards_and_makes_room_with_the_same_loss_curve(
     jobs: Queue, wait_until: Wait, tmp_path: Path
 ) -> None:
