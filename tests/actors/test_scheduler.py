@@ -156,6 +156,7 @@ def test_case_01_jobs_without_gpus_end_on_cards_that_hold_them_and_impossible_on
         assert row["outcome"]["last_loss"] < row["outcome"]["losses"][0]
     assert rows["huge"]["state"] == JobState.INFEASIBLE
     assert "lacks" in rows["huge"]["reason"]
+    assert not any("PREDICTED" in line for line in rows["huge"]["history"]), "that is certain without a trace"
     assert "add a node with larger cards" in rows["huge"]["reason"]
     losses = [rows[name]["outcome"]["last_loss"] for name in names]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4), "plans and numbers of ranks change no number"
