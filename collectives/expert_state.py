@@ -60,24 +60,33 @@ class ExpertState:
 
     def reduce_gradients(self, hosts: np.ndarray, scale: float = 1.0) -> None:
         """Sum the slots' gradients of all instances into `gradient`, times `scale`. hosts: int32 [N, s], -1 = empty."""
-        transport, rank = self.transport, self.transport.rank
         flat = self._flat([p.grad if p.grad is not None else torch.zeros_like(p) for p in self.slots])
+        self.gradient = self.sum_instances(flat, hosts) * scale
+
+    def sum_instances(self, flat: Tensor, hosts: np.ndarray) -> Tensor:
+        """flat: [s, P], values of this rank's slots, any P. Returns this rank's shard of their sum by expert: [E, shard]."""
+        transport, rank = self.transport, self.transport.rank
+        cuts = shard_cuts(flat.shape[1], transport.size)
         mine = _used(hosts[rank])
-        shard = self.cuts[rank + 1] - self.cuts[rank]
+        shard = cuts[rank + 1] - cuts[rank]
         parts = {peer: flat.new_empty(len(_used(hosts[peer])), shard) for peer in others(transport)}
         with transport.exchange(GRADIENTS, [Parcel(peer, part) for peer, part in parts.items()]) as exchange:
             for peer in others(transport):
-                exchange.send(peer, flat[mine, self.cuts[peer] : self.cuts[peer + 1]].contiguous())
-        parts[rank] = flat[mine, self.cuts[rank] : self.cuts[rank + 1]]
-        self.gradient.zero_()
+                exchange.send(peer, flat[mine, cuts[peer] : cuts[peer + 1]].contiguous())
+        parts[rank] = flat[mine, cuts[rank] : cuts[rank + 1]]
+        total = torch.zeros(self.num_experts, shard, dtype=self.master.dtype)
         for source in range(transport.size):
             for slot, part in zip(_used(hosts[source]), parts[source], strict=True):
-                self.gradient[int(hosts[source, slot])] += part.to(self.gradient.dtype)
-        self.gradient *= scale
+                total[int(hosts[source, slot])] += part.to(total.dtype)
+        return total
 
     def squared_norm(self) -> float:
         """Squared L2 norm of the summed gradients of all experts, each counted once; equal on all ranks."""
-        own = np.array([self.gradient.double().square().sum().item()])
+        return self.total(self.gradient.double().square().sum().item())
+
+    def total(self, value: float) -> float:
+        """Sum of one float64 over all ranks, in rank order, so equal on all of them."""
+        own = np.array([value])
         return float(all_gather_records(self.transport, NORM, own.view(np.int64).tolist()).view(np.float64).sum())
 
     def step(self, clip: float = 1.0) -> None:

@@ -11,7 +11,8 @@ Shapes: T tokens on this rank, k experts a token, d model width, f expert width,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from collectives import movement
+from collectives.channel import Channel
+from collectives.codecs import Codec
 from collectives.errors import CollectiveMismatch
+from collectives.policy import Role, SyncPolicy
+from collectives.router import Routing, TopKRouter
 from collectives.transport import Parcel, Transport, all_gather_records, others
 
 DISPATCH, COMBINE, COUNTS = "moe_dispatch", "moe_combine", "moe_counts"
@@ -28,10 +34,15 @@ DISPATCH, COMBINE, COUNTS = "moe_dispatch", "moe_combine", "moe_counts"
 
 @dataclass(frozen=True)
 class Routes:
-    """pairs[m, n, e]: how many of its pairs of expert e rank m sends to rank n, int64 [N, N, E]; slots: int32 [N, s]."""
+    """pairs[m, n, e]: how many of its pairs of expert e rank m sends to rank n, int64 [N, N, E]; slots: int32 [N, s].
+
+    drop_key: None for plans that route every pair. With a key, pairs that the plan does not route are dropped, chosen at
+    random by the key, and add nothing to their tokens (capacity limits, as in Switch Transformer).
+    """
 
     pairs: np.ndarray
     slots: np.ndarray
+    drop_key: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,61 +57,15 @@ Selector = Callable[[Tensor, Tensor], Selection]
 """(scores float64 [P], expert int64 [P]) -> Selection, for the pairs computed on this rank. See placement.quotas."""
 
 
+def channels_for(policy: SyncPolicy, transport: Transport) -> tuple[Channel, Channel]:
+    """The codecs of dispatch and combine as `policy` and this link have them; a collective call. Layers may share them."""
+    dispatch = Channel(Role.MOE_DISPATCH, policy, transport)
+    return dispatch, Channel(Role.MOE_COMBINE, policy, transport, beside=dispatch)
+
+
 def keep_all(scores: Tensor, expert: Tensor) -> Selection:
     """The full backward."""
     return Selection(torch.arange(len(scores)), torch.ones(len(scores), dtype=scores.dtype))
-
-
-# --- routing ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Token choices of this rank: gates [T, k] summing to 1 per token, experts int64 [T, k], probabilities [T, E]."""
-
-    gates: Tensor
-    experts: Tensor
-    probabilities: Tensor
-
-    @property
-    def counts(self) -> Tensor:
-        """Pairs of each expert, int64 [E]."""
-        return torch.bincount(self.experts.reshape(-1), minlength=self.probabilities.shape[1])
-
-    def balance_loss(self) -> Tensor:
-        """E * sum_e (share of pairs) * (mean probability): 1 at perfect balance (Switch Transformer, section 2.2)."""
-        num_experts = self.probabilities.shape[1]
-        if not len(self.gates):
-            return self.probabilities.sum()
-        share = self.counts.to(self.probabilities.dtype) / self.experts.numel()
-        return num_experts * (share * self.probabilities.mean(0)).sum()
-
-
-class TopKRouter(nn.Module):
-    """Softmax router with k experts a token, gates renormalised over the k.
-
-    bias_rate > 0 balances without a loss term: after each step `rebalance` moves a bias, used for choosing only, by
-    this much against the sign of each expert's load error (arXiv 2408.15664).
-    """
-
-    def __init__(self, width: int, num_experts: int, top_k: int, *, bias_rate: float = 0.0):
-        super().__init__()
-        self.top_k, self.bias_rate = top_k, bias_rate
-        self.gate = nn.Linear(width, num_experts, bias=False)
-        nn.init.normal_(self.gate.weight, std=0.02)
-        self.bias: Tensor
-        self.register_buffer("bias", torch.zeros(num_experts))
-
-    def forward(self, x: Tensor) -> Routing:
-        """x: [T, d]."""
-        probabilities = F.softmax(self.gate(x), dim=-1)
-        experts = torch.topk(probabilities.detach() + self.bias, self.top_k, dim=-1).indices
-        chosen = probabilities.gather(1, experts)
-        return Routing(chosen / chosen.sum(1, keepdim=True), experts, probabilities)
-
-    def rebalance(self, counts: Tensor) -> None:
-        """counts: int64 [E], the pairs of the whole group in the last step."""
-        self.bias += self.bias_rate * torch.sign(counts.sum() / len(counts) - counts).to(self.bias.dtype)
 
 
 # --- moving rows ------------------------------------------------------------------------------------------------------
@@ -112,16 +77,20 @@ class _MoveRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, move: _Move) -> Tensor:
         ctx.move = move
-        return _exchange_rows(rows.contiguous(), move.transport, move.phase, move.send, move.receive)
+        return move.carry(rows.contiguous(), move.send, move.receive)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         move: _Move = ctx.move
         (gradient,) = gradients
+        if move.phase == COMBINE:
+            move.load.backward_s -= time.perf_counter()
         if move.kept is None:
-            back = _exchange_rows(gradient.contiguous(), move.transport, move.phase, move.receive, move.send)
+            back = move.carry(gradient.contiguous(), move.receive, move.send)
         else:
             back = _return_kept_rows(gradient, move.kept, move)
+        if move.phase == DISPATCH:
+            move.load.backward_s += time.perf_counter()
         return back, None
 
 
@@ -133,14 +102,39 @@ class _Move:
     phase: str
     send: np.ndarray
     receive: np.ndarray
+    load: LayerLoad
+    channel: Channel | None
+    mean_values: int
+    """Values that a rank sends on average: the same number on all ranks, so all choose the same codec."""
     kept: Tensor | None = None
     """Set in the backward: bool [rows received], the rows whose gradient is not zero; only those travel back."""
 
+    def carry(self, rows: Tensor, send: np.ndarray, receive: np.ndarray) -> Tensor:
+        """Rows there (or back), through the codec that the channel gives to an exchange of this size."""
+        if self.channel is None or rows.dtype != torch.float32:
+            return _exchange_rows(rows, self.transport, self.phase, send, receive)
+        decision = self.channel.decide(self.mean_values, rows.itemsize, "once")
+        with self.channel.counted(rows.nbytes, decision):
+            seed = self.channel.seed()
+            return _exchange_rows(rows, self.transport, self.phase, send, receive, decision.codec, seed)
 
-def _exchange_rows(rows: Tensor, transport: Transport, phase: str, send: np.ndarray, receive: np.ndarray) -> Tensor:
+
+def _exchange_rows(
+    rows: Tensor,
+    transport: Transport,
+    phase: str,
+    send: np.ndarray,
+    receive: np.ndarray,
+    codec: Codec | None = None,
+    seed: int = 0,
+) -> Tensor:
     """rows: [sum(send), ...] ordered by destination; returns [sum(receive), ...] ordered by source."""
     result = rows.new_empty((int(receive.sum()), *rows.shape[1:]))
     outgoing, incoming = torch.split(rows, send.tolist()), torch.split(result, receive.tolist())
+    if codec is not None:
+        flat_in, flat_out = [part.reshape(-1) for part in incoming], [part.reshape(-1) for part in outgoing]
+        movement.all_to_all(flat_in, flat_out, codec, transport, seed=seed, phase=phase)
+        return result
     with transport.exchange(phase, [Parcel(peer, incoming[peer]) for peer in others(transport)]) as exchange:
         for peer in others(transport):
             exchange.send(peer, outgoing[peer])
@@ -154,7 +148,7 @@ def _return_kept_rows(gradient: Tensor, kept: Tensor, move: _Move) -> Tensor:
     sent = np.array([int(part.sum()) for part in torch.split(kept, move.receive.tolist())])
     received = np.array([int(part.sum()) for part in torch.split(mask, move.send.tolist())])
     back = gradient.new_zeros((len(mask), *gradient.shape[1:]))
-    back[mask] = _exchange_rows(gradient[kept], move.transport, move.phase, sent, received)
+    back[mask] = move.carry(gradient[kept], sent, received)
     return back
 
 
@@ -162,48 +156,71 @@ def _return_kept_rows(gradient: Tensor, kept: Tensor, move: _Move) -> Tensor:
 
 
 class _ExpertFFN(torch.autograd.Function):
-    """y = gelu(x W1) W2 for rows grouped by slot. All rows forward; backward only those that `select` keeps."""
+    """y = gelu(x W1) W2 for rows in order of arrival. All rows forward; backward only those that `select` keeps."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, step: _Step) -> Tensor:
-        y = x.new_empty(x.shape)
+    def forward(ctx: Any, arrived: Tensor, w1: Tensor, w2: Tensor, step: _Step) -> Tensor:
+        x = arrived.index_select(0, step.grouping)
+        y = torch.empty_like(x)
         norm = x.new_empty(len(x), dtype=torch.float32)
         hidden = x.new_empty((len(x), w1.shape[2])) if step.keep_hidden else x.new_empty(0)
         for slot, rows in step.slices:
-            p = x[rows] @ w1[slot]
+            p = torch.mm(x[rows], w1[slot], out=hidden[rows]) if step.keep_hidden else x[rows] @ w1[slot]
             h = F.gelu(p)
             norm[rows] = torch.linalg.vector_norm(h, dim=1).to(torch.float32)
-            if step.keep_hidden:
-                hidden[rows] = p
-            torch.matmul(h, w2[slot], out=y[rows])
+            torch.mm(h, w2[slot], out=y[rows])
         ctx.save_for_backward(x, w1, w2, norm, hidden)
         ctx.step = step
-        return y
+        return y.index_select(0, step.row_of_arrival)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, w1, w2, norm, hidden = ctx.saved_tensors
         step: _Step = ctx.step
-        (delta,) = gradients
-        scores = torch.linalg.vector_norm(delta, dim=1, dtype=torch.float64) * norm
-        selection = step.select(scores, step.expert)
-        kept = torch.zeros(len(x), dtype=torch.bool)
-        kept[selection.index] = True
-        if step.select is not keep_all:  # the same on all ranks, so all use the same messages
-            step.dispatch.kept = kept[step.arrival_of_row]
-        dx, dw1, dw2 = torch.zeros_like(x), torch.zeros_like(w1), torch.zeros_like(w2)
+        (delta,) = gradients  # in order of arrival
+        kept = _kept_rows(delta, norm, step)
+        inputs, delta = x.index_select(0, kept.index), delta.index_select(0, step.grouping[kept.index])
+        delta *= kept.weight[:, None].to(delta.dtype)
+        hidden = hidden.index_select(0, kept.index) if step.keep_hidden else hidden
+        dinputs, dw1, dw2 = torch.empty_like(inputs), torch.empty_like(w1), torch.empty_like(w2)
+        contrast = torch.zeros_like(w2) if step.sign is not None else None
+        unused = set(range(len(w1)))
         for slot, rows in step.slices:
-            first, last = np.searchsorted(selection.index.numpy(), [rows.start, rows.stop])
-            index = selection.index[first:last]
-            if not len(index):
+            first, last = np.searchsorted(kept.index.numpy(), [rows.start, rows.stop])
+            if first == last:
                 continue
-            inputs, g = x[index], delta[index] * selection.weight[first:last, None].to(delta.dtype)
-            p = hidden[index] if step.keep_hidden else inputs @ w1[slot]
-            dw2[slot] = F.gelu(p).T @ g
+            unused.remove(slot)
+            x_rows, g = inputs[first:last], delta[first:last]
+            p = hidden[first:last] if step.keep_hidden else x_rows @ w1[slot]
+            h = F.gelu(p)
+            torch.mm(h.T, g, out=dw2[slot])
+            if contrast is not None and step.sign is not None:
+                torch.mm(h.T, g * step.sign[kept.index[first:last], None].to(g.dtype), out=contrast[slot])
             dp = torch.ops.aten.gelu_backward(g @ w2[slot].T, p)
-            dw1[slot] = inputs.T @ dp
-            dx[index] = dp @ w1[slot].T
-        return dx, dw1, dw2, None
+            torch.mm(x_rows.T, dp, out=dw1[slot])
+            torch.mm(dp, w1[slot].T, out=dinputs[first:last])
+        for slot in unused:  # zeros, never None: an optimizer must see every expert at every step
+            dw1[slot].zero_()
+            dw2[slot].zero_()
+        step.dispatch.load.contrast = contrast
+        dx = torch.zeros_like(x) if len(kept.index) < len(x) else torch.empty_like(x)
+        return dx.index_copy_(0, step.grouping[kept.index], dinputs), dw1, dw2, None
+
+
+def _kept_rows(delta: Tensor, norm: Tensor, step: _Step) -> Selection:
+    """Score and select, by grouped row; says to the dispatch which rows of its gradient are worth sending."""
+    load = step.dispatch.load
+    started = time.perf_counter()
+    if step.select is keep_all:  # the same on all ranks, so all use the same messages
+        selection = keep_all(norm, step.expert)
+    else:
+        scores = torch.linalg.vector_norm(delta, dim=1, dtype=torch.float64)[step.grouping] * norm
+        selection = step.select(scores, step.expert)
+        step.dispatch.kept = torch.zeros(len(norm), dtype=torch.bool)
+        step.dispatch.kept[step.grouping[selection.index]] = True
+    load.num_kept += len(selection.index)
+    load.selection_s += time.perf_counter() - started
+    return selection
 
 
 @dataclass
@@ -214,21 +231,34 @@ class _Step:
     """(slot, rows of it) for each slot with rows."""
     expert: Tensor
     """Logical expert of each row, int64 [P]."""
-    arrival_of_row: Tensor
-    """The grouped row that each arrived row became, int64 [P]: kept rows in order of arrival."""
+    grouping: Tensor
+    """The arrived row that each grouped row was, int64 [P]; grouped rows are those of slot after slot."""
+    row_of_arrival: Tensor
+    """Its inverse: the grouped row that each arrived row became."""
     select: Selector
     dispatch: _Move
     keep_hidden: bool
+    sign: Tensor | None
+    """Contrast of each row, float64 [P], or None; see `MoELayer.contrast_ranks`."""
 
 
 @dataclass
 class LayerLoad:
-    """What the last forward did: exact counts for planners and records."""
+    """What the last forward and backward did: exact counts for planners and records, seconds on this rank."""
 
     counts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     """A[m, e], int64 [N, E]: pairs by the token's rank."""
     computed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Pairs computed on each rank, int64 [N]."""
+    num_kept: int = 0
+    """Pairs of this rank that took part in the backward."""
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    """From the start of the layer to its end, waiting for other ranks included."""
+    selection_s: float = 0.0
+    """The part of the backward that scores and selects."""
+    contrast: Tensor | None = None
+    """[s, f, d]: gradient of w2 with each pair times its token's contrast; see `MoELayer.contrast_ranks`."""
 
 
 class MoELayer(nn.Module):
@@ -237,6 +267,9 @@ class MoELayer(nn.Module):
     plan: from A int64 [N, E] (pairs by the token's rank) to Routes, the same on all ranks. select: which computed pairs
     take part in the backward. keep_hidden=False recomputes the hidden activations in the backward and holds less memory.
     The weights of a slot are those of logical expert `slots[rank, slot]`; `collectives.expert_state` keeps them so.
+    channels: codecs of dispatch and combine, see `channels_for`; None sends rows as they are.
+    contrast_ranks: set to one factor per token rank (sum 0) before a step to get `load.contrast`, from which follows how
+    much the gradient differs between mini-batches; None spares the product.
     """
 
     def __init__(
@@ -252,8 +285,11 @@ class MoELayer(nn.Module):
         select: Selector = keep_all,
         keep_hidden: bool = True,
         bias_rate: float = 0.0,
+        channels: tuple[Channel, Channel] | None = None,
     ):
         super().__init__()
+        self.channels: tuple[Channel | None, Channel | None] = channels or (None, None)
+        self.contrast_ranks: Sequence[float] | None = None
         self.num_experts, self.transport, self.plan, self.select = num_experts, transport, plan, select
         self.keep_hidden = keep_hidden
         self.router = TopKRouter(width, num_experts, top_k, bias_rate=bias_rate)
@@ -263,27 +299,33 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         """x: [T, d], T may be 0. Returns [T, d] and the routing (for the balance loss)."""
+        started = time.perf_counter()
         routing: Routing = self.router(x)
         counts = all_gather_records(self.transport, COUNTS, routing.counts.tolist())
         routes = self.plan(counts)
         self._check(routes, counts)
         pairs, rank, top_k = routes.pairs, self.transport.rank, routing.experts.shape[1]
-        destination = _destinations(routing.experts.reshape(-1).numpy(), pairs[rank])
-        order = torch.from_numpy(destination)
-        dispatch = _Move(self.transport, DISPATCH, pairs[rank].sum(1), pairs[:, rank].sum(1))
-        combine = _Move(self.transport, COMBINE, dispatch.receive, dispatch.send)
+        self.load = load = LayerLoad(counts, pairs.sum((0, 2)))
+        order = torch.from_numpy(_destinations(routing.experts.reshape(-1).numpy(), pairs[rank], routes.drop_key))
+        mean_values = int(pairs.sum()) * x.shape[1] // self.transport.size
+        sent, received = pairs[rank].sum(1), pairs[:, rank].sum(1)
+        dispatch = _Move(self.transport, DISPATCH, sent, received, load, self.channels[0], mean_values)
+        combine = _Move(self.transport, COMBINE, received, sent, load, self.channels[1], mean_values)
 
-        arrived: Tensor = _MoveRows.apply(x[order // top_k], dispatch)  # type: ignore[no-untyped-call]
-        grouping, step = self._group(pairs[:, rank], routes.slots[rank], dispatch)
-        computed: Tensor = _ExpertFFN.apply(arrived[grouping], self.w1, self.w2, step)  # type: ignore[no-untyped-call]
-        returned: Tensor = _MoveRows.apply(computed[step.arrival_of_row], combine)  # type: ignore[no-untyped-call]
-        weighted = returned * routing.gates.reshape(-1)[order, None]
-        self.load = LayerLoad(counts, pairs.sum((0, 2)))
-        return torch.zeros_like(x).index_add(0, order // top_k, weighted), routing
+        token = order // top_k
+        arrived: Tensor = _MoveRows.apply(x.index_select(0, token), dispatch)  # type: ignore[no-untyped-call]
+        step = self._group(pairs[:, rank], routes.slots[rank], dispatch)
+        computed: Tensor = _ExpertFFN.apply(arrived, self.w1, self.w2, step)  # type: ignore[no-untyped-call]
+        returned: Tensor = _MoveRows.apply(computed, combine)  # type: ignore[no-untyped-call]
+        weighted = returned * routing.gates.reshape(-1).index_select(0, order)[:, None]
+        output = torch.zeros_like(x).index_add(0, token, weighted)
+        load.forward_s = time.perf_counter() - started
+        return output, routing
 
-    def _group(self, received: np.ndarray, slots: np.ndarray, dispatch: _Move) -> tuple[Tensor, _Step]:
+    def _group(self, received: np.ndarray, slots: np.ndarray, dispatch: _Move) -> _Step:
         """received: int64 [N, E], rows that arrived from each rank for each expert, in that order."""
         expert = np.repeat(np.tile(np.arange(self.num_experts), len(received)), received.reshape(-1))
+        source = np.repeat(np.arange(len(received)), received.sum(1))
         grouping = np.argsort(expert, kind="stable")
         row_of_arrival = np.empty_like(grouping)
         row_of_arrival[grouping] = np.arange(len(grouping))
@@ -293,23 +335,28 @@ class MoELayer(nn.Module):
             (int(np.flatnonzero(slots == e)[0]), slice(int(ends[e] - total[e]), int(ends[e])))
             for e in np.flatnonzero(total)
         ]
-        step = _Step(
+        return _Step(
             slices=slices,
             expert=torch.from_numpy(expert[grouping]),
-            arrival_of_row=torch.from_numpy(row_of_arrival),
+            grouping=torch.from_numpy(grouping),
+            row_of_arrival=torch.from_numpy(row_of_arrival),
             select=self.select,
             dispatch=dispatch,
             keep_hidden=self.keep_hidden,
+            sign=None
+            if self.contrast_ranks is None
+            else torch.from_numpy(np.asarray(self.contrast_ranks, np.float64)[source[grouping]]),
         )
-        return torch.from_numpy(grouping), step
 
     def _check(self, routes: Routes, counts: np.ndarray) -> None:
         """Conservation here, and the same routes on all ranks: a receiver that expects too much would read rubbish."""
-        if (routes.pairs.sum(1) != counts).any():
-            lost = np.argwhere(routes.pairs.sum(1) != counts)[0]
+        routed = routes.pairs.sum(1)
+        wrong = routed != counts if routes.drop_key is None else routed > counts
+        if wrong.any():
+            place = tuple(np.argwhere(wrong)[0])
             raise CollectiveMismatch(
-                f"rank {self.transport.rank}: the plan routes {routes.pairs.sum(1)[tuple(lost)]} of "
-                f"{counts[tuple(lost)]} pairs of expert {lost[1]} from rank {lost[0]}; a plan must route all of them"
+                f"rank {self.transport.rank}: the plan routes {routed[place]} of {counts[place]} pairs of expert "
+                f"{place[1]} from rank {place[0]}; a plan must route all of them"
             )
         digest = hashlib.blake2b(routes.pairs.tobytes() + routes.slots.tobytes(), digest_size=8).digest()
         table = all_gather_records(self.transport, COUNTS, [int.from_bytes(digest, "little", signed=True)])
@@ -320,12 +367,21 @@ class MoELayer(nn.Module):
             )
 
 
-def _destinations(expert: np.ndarray, routed: np.ndarray) -> np.ndarray:
+def _destinations(expert: np.ndarray, routed: np.ndarray, drop_key: tuple[int, ...] | None = None) -> np.ndarray:
     """Order of this rank's pairs on the wire: by destination rank, then expert, then pair. routed: int64 [N, E].
 
-    The pairs of one expert are cut into consecutive runs, one a destination, ranks ascending.
+    The pairs of one expert are cut into consecutive runs, one a destination, ranks ascending. With a key, pairs beyond
+    what is routed are left out, drawn at random.
     """
     by_expert = np.argsort(expert, kind="stable")
+    if drop_key is not None:
+        shuffled = np.random.Generator(np.random.Philox(np.random.SeedSequence(list(drop_key)))).permutation(
+            len(expert)
+        )
+        by_expert = shuffled[np.argsort(expert[shuffled], kind="stable")]
+        count = np.bincount(expert, minlength=routed.shape[1])
+        place = np.arange(len(expert)) - np.repeat(np.cumsum(count) - count, count)
+        by_expert = by_expert[place < np.repeat(routed.sum(0), count)]
     target = np.concatenate(
         [np.repeat(np.arange(len(routed)), routed[:, e]) for e in range(routed.shape[1])] or [np.zeros(0, np.int64)]
     )

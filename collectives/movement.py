@@ -70,6 +70,7 @@ def all_to_all(
     *,
     seed: int = 0,
     workspace: Workspace | None = None,
+    phase: str = "all-to-all",
 ) -> Flag:
     """Send inputs[j] to rank j and receive rank j's part into outputs[j]; lengths may differ and may be zero.
 
@@ -83,9 +84,7 @@ def all_to_all(
             outgoing[peer] = codecs[peer].encode(x, None, outgoing[peer], derive_seed(seed, transport.rank, peer))
     bounds = [_bound(codec, out) for out in outputs]
     flags = Flag.NONE
-    for received, out in zip(
-        swap(transport, "all-to-all", outgoing, bounds, codec.fixed_size, space), outputs, strict=True
-    ):
+    for received, out in zip(swap(transport, phase, outgoing, bounds, codec.fixed_size, space), outputs, strict=True):
         flags |= _open(codec, received, out)
     return flags
 

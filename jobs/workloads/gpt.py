@@ -10,6 +10,7 @@ import hashlib
 import platform
 import sysconfig
 import zlib
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -40,39 +41,49 @@ class GptConfig(Section):
 
 
 class ByteCorpus:
-    """The bytes of both splits."""
+    """The bytes of both splits of (name, content) files; one file in `share`, by a checksum of its name, is held out."""
 
-    def __init__(self, root: Path):
+    def __init__(self, files: Iterable[tuple[str, bytes]], origin: str, share: int = HELD_OUT_SHARE):
         streams: dict[bool, list[bytes]] = {False: [], True: []}
         digest = hashlib.sha256()
-        for path in sorted(p for p in root.rglob("*.py") if not EXCLUDED & set(p.relative_to(root).parts)):
-            name, data = path.relative_to(root).as_posix(), path.read_bytes()
+        for name, data in files:
             digest.update(name.encode() + b"\0" + data)
-            streams[zlib.crc32(name.encode()) % HELD_OUT_SHARE == 0].append(data)
+            streams[zlib.crc32(name.encode()) % share == 0].append(data)
         train, held_out = (np.frombuffer(b"\n".join(streams[key]), np.uint8) for key in (False, True))
         if min(len(train), len(held_out)) < 2 * EVALUATION_BYTES:
-            raise ConfigError(
-                f"the standard library at {root} holds too few .py files to train on; install its sources"
-            )
+            raise ConfigError(f"{origin} holds too few bytes to train on; install its sources")
         self.train, self.held_out, self.sha256 = train, held_out, digest.hexdigest()
+
+
+def stdlib_files() -> Iterator[tuple[str, bytes]]:
+    """Name and content of every module of the standard library, tests left out, by name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(p for p in root.rglob("*.py") if not EXCLUDED & set(p.relative_to(root).parts)):
+        yield path.relative_to(root).as_posix(), path.read_bytes()
 
 
 @lru_cache(maxsize=1)
 def byte_corpus() -> ByteCorpus:
     """Read once per process; about fifteen million bytes."""
-    return ByteCorpus(Path(sysconfig.get_path("stdlib")))
+    return ByteCorpus(stdlib_files(), "the standard library")
+
+
+def windows(stream: np.ndarray, starts: np.ndarray, context: int) -> tuple[Tensor, Tensor]:
+    """Ids and targets, int64 [len(starts), context], of the stretches of `stream` that begin at `starts`."""
+    cut = torch.from_numpy(stream[starts[:, None] + np.arange(context + 1)].astype(np.int64))
+    return cut[:, :-1], cut[:, 1:]
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a skip."""
+    """Attention and feed-forward, each behind a norm and beside a skip. mlp: another feed-forward than the dense one."""
 
-    def __init__(self, config: GptConfig):
+    def __init__(self, config: GptConfig, mlp: nn.Module | None = None):
         super().__init__()
         width = config.width
         self.heads = config.heads
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mlp = mlp or nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: float32 [batch, positions, width]."""
@@ -81,17 +92,17 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, positions, width))
-        result: Tensor = x + self.down(functional.gelu(self.up(self.mlp_norm(x))))
+        result: Tensor = x + self.mlp(self.mlp_norm(x))
         return result
 
 
 class GptModel(nn.Module):
-    """See the module. Called with ids and targets it returns the mean loss in nats per byte."""
+    """See the module. Called with ids and targets it returns the mean loss in nats per byte. mlp: see `Block`."""
 
-    def __init__(self, config: GptConfig):
+    def __init__(self, config: GptConfig, mlp: Callable[[], nn.Module] | None = None):
         super().__init__()
         self.table, self.position = nn.Embedding(VOCABULARY, config.width), nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, mlp and mlp()) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         for parameter in self.parameters():
             if parameter.dim() > 1:
@@ -135,8 +146,7 @@ class Gpt:
         stream = byte_corpus().train
         rng = np.random.default_rng([self.seed, 3, rank, step])
         starts = rng.integers(0, len(stream) - self.config.context - 1, self.batch_size)
-        windows = stream[starts[:, None] + np.arange(self.config.context + 1)].astype(np.int64)
-        return torch.from_numpy(windows[:, :-1]), torch.from_numpy(windows[:, 1:])
+        return windows(stream, starts, self.config.context)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> float:
@@ -144,6 +154,6 @@ class Gpt:
         context = self.config.context
         count = EVALUATION_BYTES // context
         starts = np.linspace(0, len(byte_corpus().held_out) - context - 1, count).astype(np.int64)
-        windows = torch.from_numpy(byte_corpus().held_out[starts[:, None] + np.arange(context + 1)].astype(np.int64))
-        losses = [float(model(part[:, :-1], part[:, 1:])) * len(part) for part in torch.split(windows, 32)]
-        return sum(losses) / count
+        ids, targets = windows(byte_corpus().held_out, starts, context)
+        parts = zip(torch.split(ids, 32), torch.split(targets, 32), strict=True)
+        return sum(float(model(*part)) * len(part[0]) for part in parts) / count

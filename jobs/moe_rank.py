@@ -1,0 +1,251 @@
+"""What each rank of `jobs.moe` runs: one trainer per policy and seed, a block of steps of one, then of the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from collectives.channel import Channel
+from collectives.expert_state import GRADIENTS, WEIGHTS
+from collectives.moe import COMBINE, DISPATCH, MoELayer, Routes
+from collectives.policy import SyncPolicy
+from collectives.transport import LocalGroup, Transport
+from jobs.workloads.moe_lm import ExpertMlp, MoeLm
+from zenray.moe import ExpertBalancer, PlanSource, Sampler
+
+DENSE = "dense_gradients"
+EXPERT_PHASES = (DISPATCH, COMBINE, GRADIENTS, WEIGHTS)
+WARMUP_STEPS = 20
+LAST_LR_SHARE = 0.1
+CLIP_NORM = 1.0
+SPIKE = 4.0
+"""A gradient norm this many times the running mean makes the control keep every pair again."""
+
+
+@dataclass(frozen=True)
+class MoeVariant:
+    """One way to place experts and to run their backward."""
+
+    name: str
+    policy: str
+    rho: float | Literal["auto"] = 1.0
+    sampler: Sampler = "scored"
+
+
+@dataclass(frozen=True)
+class MoePlan:
+    """What every rank trains."""
+
+    variants: tuple[MoeVariant, ...]
+    seeds: tuple[int, ...]
+    slots: int
+    steps: int
+    batch: int
+    lr: float
+    block_steps: int
+    evaluate_every: int
+    codecs: SyncPolicy
+
+    def blocks(self) -> Iterator[range]:
+        """Steps 0 .. steps - 1, cut every `block_steps` and wherever an evaluation is due."""
+        cuts = sorted({*range(0, self.steps, self.block_steps), *range(0, self.steps, self.evaluate_every), self.steps})
+        yield from (range(a, b) for a, b in pairwise(cuts))
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up, then a cosine down to a tenth."""
+    if step < WARMUP_STEPS:
+        return peak * (step + 1) / WARMUP_STEPS
+    z = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
+    return peak * (LAST_LR_SHARE + (1 - LAST_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * z)))
+
+
+class MoeTrainer:
+    """One variant with one seed on one rank."""
+
+    def __init__(
+        self,
+        variant: MoeVariant,
+        workload: MoeLm,
+        plan: MoePlan,
+        transport: Transport,
+        *,
+        channels: tuple[Channel, Channel] | None = None,
+        source: PlanSource | None = None,
+    ):
+        self.variant, self.workload, self.plan, self.transport = variant, workload, plan, transport
+        config = workload.config
+        # spilled experts need slots of their own: least-loaded parallelism has no limit on them
+        slots = config.experts if variant.policy == "llep" else plan.slots
+
+        def make_layer() -> MoELayer:
+            return MoELayer(
+                config.width,
+                config.hidden,
+                config.experts,
+                slots,
+                config.top_k,
+                transport=transport,
+                plan=_no_plan,
+                channels=channels,
+            )
+
+        self.model = workload.model(make_layer)
+        self.mlps = [module for module in self.model.modules() if isinstance(module, ExpertMlp)]
+        self.balancer = ExpertBalancer(
+            [mlp.layer for mlp in self.mlps],
+            transport,
+            policy=variant.policy,
+            rho=variant.rho,
+            num_steps=plan.steps,
+            sampler=variant.sampler,
+            seed=workload.seed,
+            lr=plan.lr,
+            source=source,
+        )
+        experts = {id(p) for mlp in self.mlps for p in (mlp.layer.w1, mlp.layer.w2)}
+        self.dense = [p for p in self.model.parameters() if id(p) not in experts]
+        self.optimizer = torch.optim.AdamW(self.dense, lr=plan.lr, betas=(0.9, 0.95), weight_decay=0.01)
+        self.mean_norm = 0.0
+
+    def block(self, steps: range) -> dict[str, Any]:
+        """Train these steps; returns their records, by step: equal on all ranks but for seconds and bytes."""
+        records = [self.step(step) for step in steps]
+        return {
+            "kind": "moe",
+            "policy": self.variant.name,
+            "seed": self.workload.seed,
+            "first_step": steps.start,
+            "steps": {key: [record[key] for record in records] for key in records[0]},
+        }
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One optimizer step."""
+        transport, balancer = self.transport, self.balancer
+        sent = {phase: transport.traffic.sent_bytes(phase) for phase in EXPERT_PHASES}
+        ids, targets = self.workload.batch(step, transport.rank, transport.size)
+        balancer.begin(step)
+        share = len(ids) * transport.size / self.plan.batch
+        loss = self.model(ids, targets) if len(ids) else self._empty_loss()
+        balance = torch.stack([mlp.balance_loss() for mlp in self.mlps]).sum()
+        (share * (loss + self.workload.config.balance * balance)).backward()  # type: ignore[no-untyped-call]
+        squared = self._reduce_dense() + balancer.reduce_gradients(1 / transport.size)
+        norm = math.sqrt(squared)
+        clip = min(1.0, CLIP_NORM / norm) if norm > 0 else 1.0
+        lr = learning_rate(step, self.plan.steps, self.plan.lr)
+        self._update_dense(clip, lr)
+        spike = not math.isfinite(norm) or (step > WARMUP_STEPS and norm > SPIKE * self.mean_norm)
+        self.mean_norm = norm if step == 0 else 0.9 * self.mean_norm + 0.1 * norm
+        rho = balancer.retention.rho
+        balancer.step(lr=lr, clip=clip, spike=spike)
+        load, loads = balancer.load, [mlp.layer.load for mlp in self.mlps]
+        return {
+            "loss": float(loss.detach()),
+            "norm": norm,
+            "rho": rho,
+            "pairs": load.pairs.tolist(),
+            "kept": load.kept.tolist(),
+            "counts": load.counts.tolist(),
+            "dropped": load.dropped,
+            "sampling_variance": load.sampling_variance,
+            "batch_variance": load.batch_variance,
+            "peak_bytes": load.peak_bytes,
+            "plan_version": balancer.book.current.version,
+            "plan_age": step - balancer.book.current.valid_from + 1,
+            "moe_s": sum(item.forward_s + item.backward_s for item in loads),
+            "sent_bytes": {phase: transport.traffic.sent_bytes(phase) - sent[phase] for phase in EXPERT_PHASES},
+        }
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss on held-out text in nats per byte, equal on all ranks; no pair is dropped."""
+        ids, targets = self.workload.held_out
+        rank, size = self.transport.rank, self.transport.size
+        mine = ids[rank::size], targets[rank::size]
+        with self.balancer.evaluation():
+            loss = float(self.model(*mine)) * len(mine[0]) if len(mine[0]) else float(self._empty_loss()) * 0
+        return self.balancer.layers[0].state.total(loss) / len(ids)
+
+    def _empty_loss(self) -> Tensor:
+        """A rank without sequences takes part in every exchange all the same."""
+        nothing = torch.zeros(0, self.workload.config.context, dtype=torch.int64)
+        x = self.model.table(nothing) + self.model.position.weight
+        for block in self.model.blocks:
+            x = block(x)
+        total: Tensor = x.sum()
+        return total
+
+    def _reduce_dense(self) -> float:
+        """Mean of the dense gradients over ranks, in place; returns their squared norm."""
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.dense]
+        flat = torch.cat([g.reshape(-1) for g in gradients])
+        self.transport.all_reduce(DENSE, flat, "mean")
+        parts = torch.split(flat, [p.numel() for p in self.dense])
+        for parameter, part in zip(self.dense, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+        return float(flat.double().square().sum())
+
+    def _update_dense(self, clip: float, lr: float) -> None:
+        for parameter in self.dense:
+            assert parameter.grad is not None
+            parameter.grad.mul_(clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def _no_plan(counts: object) -> Routes:
+    raise AssertionError("the balancer sets the plan of every layer")
+
+
+@dataclass(frozen=True)
+class ExpertTimes:
+    """Seconds of one pair on one core. selection_s: what a sampled backward costs for every pair, kept or not."""
+
+    forward_s: float
+    backward_s: float
+    selection_s: float
+
+
+def time_layer(
+    width: int,
+    hidden: int,
+    experts: int,
+    top_k: int,
+    tokens: int,
+    rho: float,
+    *,
+    keep_hidden: bool = True,
+    rounds: int = 9,
+) -> tuple[float, float]:
+    """Median seconds of one layer's forward and backward on this core, alone, with `rho` of the pairs kept."""
+    transport = LocalGroup(1).transports()[0]
+    layer = MoELayer(
+        width, hidden, experts, experts, top_k, transport=transport, plan=_no_plan, keep_hidden=keep_hidden
+    )
+    balancer = ExpertBalancer([layer], transport, policy="static", rho=rho)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, width, generator=generator)
+    forward, backward = [], []
+    for number in range(rounds):
+        balancer.begin(number)
+        y, _ = layer(x.clone().requires_grad_())
+        (y * x).sum().backward()
+        forward.append(layer.load.forward_s)
+        backward.append(layer.load.backward_s)
+    return sorted(forward)[rounds // 2], sorted(backward)[rounds // 2]
+
+
+def measure_times(width: int, hidden: int, experts: int, top_k: int, tokens: int) -> ExpertTimes:
+    """tau of this machine for a rank with `tokens` tokens: full backward per pair, and what sampling adds to it."""
+    pairs = tokens * top_k
+    forward_s, full_s = time_layer(width, hidden, experts, top_k, tokens, 1.0)
+    extra = [time_layer(width, hidden, experts, top_k, tokens, rho)[1] - full_s * rho for rho in (0.35, 0.5, 0.75)]
+    return ExpertTimes(forward_s / pairs, full_s / pairs, max(0.0, sum(extra) / len(extra)) / pairs)

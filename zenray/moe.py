@@ -1,0 +1,334 @@
+"""Expert layers that balance themselves: hosts between steps, an exact split within, a backward inside its budget.
+
+`ExpertBalancer` owns the experts of a model's `MoELayer`s on one transport: their optimizer shards, where each is hosted,
+which pairs each rank computes and which take part in the backward. Inspired by LRMoE; the design is ours. A step is
+
+    balancer.begin(step); loss.backward(); balancer.reduce_gradients(); balancer.step(lr)
+
+What always holds: no pair is dropped unless the policy has a capacity; every rank takes part in every exchange; plans,
+budgets and draws are functions of counts and (seed, step, micro-batch, layer, rank), so recomputation and resume repeat them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collectives.codecs.hashing import derive_seed
+from collectives.errors import ConfigError
+from collectives.expert_state import ExpertState
+from collectives.moe import MoELayer, Routes, Selection, Selector, keep_all
+from collectives.transport import Transport, all_gather_records
+from placement.expert_plans import ExpertPlan, PlanBook, make_plan
+from placement.experts import POLICIES
+from placement.quotas import Kept, PairMemory, Retention, budgets, select, top_q
+from placement.split import Int, Ranks, SlotMap, exact_split, token_map
+
+PLAN = "expert_plan"
+Sampler = Literal["scored", "uniform", "top_q"]
+"""How kept pairs are drawn: by score (of least variance), all alike, or the largest scores (biased; a control)."""
+
+
+class PlanSource(Protocol):
+    """Where plans come from when ranks do not make them on the spot; see `actors.expert_placement.PlanClient`."""
+
+    def submit(self, step: int, counts: Int, newest: int) -> None:
+        """Hand over int64 [layers, E] of `step`, and the newest version held. Never waits, never raises."""
+
+    def poll(self, newest: int) -> list[ExpertPlan]:
+        """Plans after version `newest` that have arrived. Never waits, never raises."""
+
+
+@dataclass
+class StepLoad:
+    """What one step did, by layer; arrays are equal on all ranks."""
+
+    pairs: Int
+    """int64 [layers, N]: pairs computed on each rank."""
+    kept: Int
+    """int64 [layers, N]: pairs that each rank's backward keeps."""
+    counts: Int
+    """int64 [layers, E]."""
+    dropped: int = 0
+    sampling_variance: float = math.nan
+    """Squared error that sampling adds to the w2 gradients, estimated; NaN on steps without control."""
+    batch_variance: float = math.nan
+    """Squared error that they have anyway, mini-batches being finite; NaN on steps without control."""
+    num_nonfinite: int = 0
+    """Scores of this rank that were NaN or infinite."""
+    peak_bytes: int = 0
+    """Planned peak of the fullest rank: weights, gradients, activations of all layers."""
+
+
+@dataclass
+class _Layer:
+    """One expert layer as the balancer sees it."""
+
+    layer: MoELayer
+    state: ExpertState
+    slots: SlotMap
+    memory: PairMemory
+    variances: list[float] = field(default_factory=list)
+
+
+class ExpertBalancer:
+    """See the module. All ranks make it together, with equal arguments.
+
+    layers: in the model's order, all with the same number of experts and slots. policy: a name of POLICIES. rho: share of
+    pairs in the backward; "auto" finds it so that sampling adds at most a tenth of the variance that mini-batches have.
+    num_steps: of the run, for the pace of "auto". ranks: None means equal ones, one a node. free_bytes: memory that the
+    experts may use on each rank; limits the pairs in the backward and raises PlacementError where the forward exceeds it.
+    source: where plans come from; None plans here, from the counts of the last step.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[MoELayer],
+        transport: Transport,
+        *,
+        policy: str = "robust",
+        rho: float | Literal["auto"] = "auto",
+        num_steps: int = 1000,
+        sampler: Sampler = "scored",
+        seed: int = 0,
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        ranks: Ranks | None = None,
+        free_bytes: int | None = None,
+        source: PlanSource | None = None,
+    ):
+        if policy not in POLICIES:
+            raise ConfigError(f"unknown policy '{policy}'; choose one of {', '.join(sorted(POLICIES))}")
+        if rho != "auto" and not 0 < rho <= 1:
+            raise ConfigError(f"rho = {rho}: the share of pairs in the backward lies in (0, 1], or is 'auto'")
+        shapes = {(layer.num_experts, *layer.w1.shape) for layer in layers}
+        if len(shapes) != 1:
+            raise ConfigError(f"the layers of one balancer must be alike; (experts, slots, d, f): {sorted(shapes)}")
+        num_slots, width, hidden = layers[0].w1.shape
+        self.transport, self.rule, self.sampler, self.seed, self.source = (
+            transport,
+            POLICIES[policy],
+            sampler,
+            seed,
+            source,
+        )
+        self.ranks = ranks or Ranks.equal(transport.size, num_slots)
+        self.num_experts = layers[0].num_experts
+        self.controlled = rho == "auto"
+        self.retention = Retention.for_run(num_steps) if rho == "auto" else Retention(num_steps, rho=rho, lowest=rho)
+        self.free_bytes = free_bytes
+        self.step_index = self.micro_batch = 0
+        self.evaluating = False
+        even = np.ones((1, len(layers), self.num_experts), np.int64)
+        first = make_plan(self.rule, even, self.ranks, None, 0, 0)
+        self.book = PlanBook(first)
+        self.load = self._new_load(len(layers))
+        memory = PairMemory.of(free_bytes or 0, width, hidden, layers[0].w1.element_size())
+        self.layers: list[_Layer] = []
+        for index, layer in enumerate(layers):
+            state = ExpertState([layer.w1, layer.w2], self.num_experts, transport, lr=lr, weight_decay=weight_decay)
+            self.layers.append(_Layer(layer, state, first.slots[index], memory))
+            layer.plan = self._planner(index)
+            self._initialise(index)
+            state.push_weights(first.slots[index])
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, micro_batch: int = 0) -> None:
+        """Before each forward: names the draw. Counts and gradients of a step's micro-batches add up."""
+        if micro_batch and self.rule.name == "llep":
+            raise ConfigError(
+                "llep moves experts within a micro-batch; gradients of several cannot add up in its slots"
+            )
+        self.step_index, self.micro_batch = step, micro_batch
+        if micro_batch == 0:
+            self.load = self._new_load(len(self.layers))
+            size = self.transport.size
+            due = self.controlled and (self.retention.step + 1) % self.retention.every == 0 and size > 1
+            # one half of the ranks against the other, with sum 0 also for an odd number of ranks
+            factors = [0.0 if size % 2 and rank == size - 1 else (-1.0) ** rank for rank in range(size)]
+            full = self.retention.rho >= 1 and self.free_bytes is None
+            for index, item in enumerate(self.layers):
+                item.variances.clear()
+                item.layer.contrast_ranks = factors if due else None
+                item.layer.select = keep_all if full else self._selector(index)
+
+    def reduce_gradients(self, scale: float = 1.0) -> float:
+        """After the last backward: sum the experts' gradients over instances, times `scale`; returns their squared norm.
+
+        Equal on all ranks, each expert counted once.
+        """
+        self._measure_variances()
+        for item in self.layers:
+            item.state.reduce_gradients(item.slots, scale)
+        return sum(item.state.squared_norm() for item in self.layers)
+
+    def step(self, *, lr: float | None = None, clip: float = 1.0, spike: bool = False) -> None:
+        """Update the experts, choose the next hosts, and send the weights there.
+
+        clip: factor on the gradients (global-norm clipping). spike: the gradient norm jumped or was not finite.
+        """
+        for item in self.layers:
+            item.state.lr = item.state.lr if lr is None else lr
+            item.state.step(clip)
+        if self.controlled:
+            self.retention = self.retention.update(self.load.sampling_variance, self.load.batch_variance, spike=spike)
+        self._choose_hosts()
+        for index, item in enumerate(self.layers):
+            item.slots = self.book.current.slots[index]
+            if self.rule.name == "llep":
+                for parameter in (item.layer.w1, item.layer.w2):
+                    parameter.grad = None
+            else:
+                item.state.push_weights(item.slots)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Within it no pair is dropped, whatever the policy, and nothing is counted."""
+        load, self.evaluating = self.load, True
+        try:
+            if self.rule.name == "llep":
+                for item in self.layers:
+                    item.state.push_weights(item.slots)
+            yield
+        finally:
+            self.load, self.evaluating = load, False
+
+    # --- planning -----------------------------------------------------------------------------------------------------
+
+    def _choose_hosts(self) -> None:
+        counts = self.load.counts
+        if self.source is not None:
+            if self.transport.rank == 0:
+                self.source.submit(self.step_index, counts, self.book.newest)
+            self.book.hear(self.source.poll(self.book.newest))
+            table = all_gather_records(self.transport, PLAN, self.book.record())
+            if not self.book.settle(table, self.step_index + 1):
+                return
+        previous = self.book.current
+        plan = make_plan(self.rule, counts[None], self.ranks, previous.slots, previous.version, self.step_index + 1)
+        self.book.take_local(plan.slots, self.step_index + 1)
+
+    def _planner(self, index: int) -> Callable[[Int], Routes]:
+        def plan(a: Int) -> Routes:
+            item, w = self.layers[index], a.sum(0)
+            if self.evaluating:
+                return Routes(token_map(a, exact_split(item.slots, w, self.ranks), self.ranks), item.slots)
+            split = self.rule.split(item.slots, w, self.ranks)
+            if self.rule.name == "llep":
+                item.slots = _slots_of(split.pairs, self.book.current.slots[index])
+                item.state.push_weights(item.slots)
+            key = None
+            if split.dropped.any():
+                a = _surviving(a, w - split.dropped)
+                key = (self.seed, self.step_index, self.micro_batch, index, self.transport.rank)
+                self.load.dropped += int(split.dropped.sum())
+            self._count(index, w, split.pairs)
+            return Routes(token_map(a, split.pairs, self.ranks), item.slots, key)
+
+        return plan
+
+    def _count(self, index: int, w: Int, pairs: Int) -> None:
+        """Budgets of this micro-batch, and what it adds to the step's load."""
+        item, x = self.layers[index], pairs.sum(1)
+        hosted = (item.slots >= 0).sum(1)
+        kept = x
+        if self.retention.rho < 1:
+            speed = 1 / np.asarray(self.ranks.seconds_per_pair)
+            kept = np.minimum(
+                x, np.maximum(1, np.floor(self.retention.rho * x.sum() * speed / speed.sum())).astype(np.int64)
+            )
+        if self.free_bytes is not None:
+            memory = replace(item.memory, free_bytes=self.free_bytes // len(self.layers))
+            unlimited = np.ones(len(x))
+            kept = np.minimum(kept, budgets(x, hosted, unlimited, float(x.max(initial=0)), [memory] * len(x)))
+        self.load.counts[index] += w
+        self.load.pairs[index] += x
+        self.load.kept[index] += kept
+        self.load.peak_bytes = max(self.load.peak_bytes, self._peak_bytes(hosted))
+        self.budget[index] = kept
+
+    def _peak_bytes(self, hosted: Int) -> int:
+        """Of the fullest rank: forward activations of all layers, the backward of one."""
+        memory, load = self.layers[0].memory, self.load
+        resident = len(self.layers) * memory.instance_bytes * hosted + memory.forward_bytes * load.pairs.sum(0)
+        backward = memory.gradient_bytes * load.pairs + memory.retained_bytes * load.kept
+        return int((resident + backward.max(0)).max())
+
+    def _selector(self, index: int) -> Selector:
+        def select_pairs(scores: Tensor, expert: Tensor) -> Selection:
+            quota = int(self.budget[index][self.transport.rank])
+            if quota >= len(scores):
+                return keep_all(scores, expert)
+            key = (self.seed, self.step_index, self.micro_batch, index, self.transport.rank)
+            values = scores.numpy()
+            if self.sampler == "top_q":
+                kept = top_q(values, quota)
+            else:
+                even = values if self.sampler == "scored" else np.ones_like(values)
+                kept = select(even, expert.numpy(), self.num_experts, quota, key)
+            self._note(index, kept)
+            return Selection(torch.from_numpy(kept.index), torch.from_numpy(kept.weight))
+
+        return select_pairs
+
+    def _note(self, index: int, kept: Kept) -> None:
+        self.layers[index].variances.append(kept.variance)
+        self.load.num_nonfinite += kept.num_nonfinite
+
+    def _measure_variances(self) -> None:
+        """On control steps: what sampling adds, and what differs between the ranks' tokens besides."""
+        contrasts = [item.layer.load.contrast for item in self.layers]
+        if self.layers[0].layer.contrast_ranks is None or any(contrast is None for contrast in contrasts):
+            return
+        sampling = self.layers[0].state.total(sum(sum(item.variances) for item in self.layers))
+        size, seen = self.transport.size, 0.0
+        for item, contrast in zip(self.layers, contrasts, strict=True):
+            assert contrast is not None
+            summed = item.state.sum_instances(contrast.flatten(1), item.slots)
+            seen += item.state.total(summed.double().square().sum().item())
+        used = size - size % 2
+        self.load.sampling_variance = sampling
+        self.load.batch_variance = max(0.0, seen * size / used - sampling)
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _new_load(self, num_layers: int) -> StepLoad:
+        size = self.transport.size
+        self.budget = np.zeros((num_layers, size), np.int64)
+        by_rank = np.zeros((num_layers, size), np.int64)
+        return StepLoad(by_rank, by_rank.copy(), np.zeros((num_layers, self.num_experts), np.int64))
+
+    def _initialise(self, index: int) -> None:
+        """W1 of scale 1/sqrt(d), W2 of 1/(2 sqrt(f)); the same for any number of ranks."""
+        item = self.layers[index]
+        _, width, hidden = item.layer.w1.shape
+        for expert in range(self.num_experts):
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, index, expert) & 0x7FFFFFFF)
+            w1 = torch.randn(width * hidden, generator=generator) / math.sqrt(width)
+            w2 = torch.randn(hidden * width, generator=generator) / (2 * math.sqrt(hidden))
+            item.state.fill(expert, torch.cat([w1, w2]))
+
+
+def _surviving(a: Int, kept: Int) -> Int:
+    """Pairs of each rank that stay when `kept` [E] of each expert's may: every rank loses in proportion."""
+    total = np.maximum(a.sum(0), 1)
+    upto = np.cumsum(a, axis=0) * kept // total
+    return np.asarray(np.diff(upto, axis=0, prepend=0))
+
+
+def _slots_of(pairs: Int, native: SlotMap) -> SlotMap:
+    """Native experts first, then those whose pairs were spilled here."""
+    slots = np.full((len(pairs), pairs.shape[1]), -1, np.int32)
+    for rank, row in enumerate(native):
+        home = row[row >= 0]
+        guests = np.setdiff1d(np.flatnonzero(pairs[rank]), home)
+        slots[rank, : len(home) + len(guests)] = [*home, *guests]
+    return slots
