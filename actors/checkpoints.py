@@ -10,17 +10,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import ray
 
+from actors.delivery import Address, Door
 from actors.errors import CheckpointError, MemoryExhausted, StaleEpoch
 from actors.folder import ShardFolder, Stamp
-from actors.frames import HEADER_BYTES, Bytes, Frame, parts, read
+from actors.frames import HEADER_BYTES, Bytes, Frame, check_payload, parts, read, read_header
 from placement.recovery import Held
 
 SLOTS = 2
@@ -31,12 +33,13 @@ class Slot:
     """One copy: a buffer with a little room to spare, since JSON values change their length from step to step."""
 
     buffer: Bytes
-    frame: Frame
+    frame: Frame | None = None
+    """None while it holds nothing that was verified."""
+    is_filling: bool = False
 
-    @property
-    def content(self) -> Bytes:
+    def content(self, frame: Frame) -> Bytes:
         """The frame's bytes, header included."""
-        return self.buffer[: HEADER_BYTES + self.frame.payload_bytes]
+        return self.buffer[: HEADER_BYTES + frame.payload_bytes]
 
 
 class Slots:
@@ -53,32 +56,50 @@ class Slots:
         """Memory of all slots."""
         return sum(slot.buffer.nbytes for slots in self._kept.values() for slot in slots)
 
-    def put(self, data: Bytes) -> str:
-        """Verify and keep one frame; returns its sha256, which is the acknowledgement.
+    def receive(self, head: Bytes, fill: Callable[[Bytes], None]) -> str:
+        """Take one frame, of which `head` has come: `fill` puts the payload into the buffer that it is given.
 
-        Raises WireFormatError for damaged bytes, StaleEpoch after a fence, MemoryExhausted at the limit; what was kept
-        before is untouched then.
+        Returns the digest, which is the acknowledgement. Raises WireFormatError for damaged bytes, StaleEpoch after a
+        fence, MemoryExhausted at the limit, and what `fill` raises; the other slot of the shard is untouched then.
         """
-        frame = read(data, self.run_id, self.limit_bytes)
+        frame = read_header(head, self.run_id, self.limit_bytes)
         with self._lock:
             self._check_epoch(frame.epoch)
-            slots = self._kept.setdefault(frame.rank, [])
-            for slot in slots:
-                if slot.frame.key == frame.key and slot.frame.sha256 == frame.sha256:
-                    slot.frame = frame  # brought back to m copies after a recovery: the bytes are here already
-                    return frame.sha256
-            slot_ = self._free(slots, frame, data.nbytes)
-            slot_.buffer[: data.nbytes] = data
-            slot_.frame = frame
-            return frame.sha256
+            slot = self._free(frame)
+            slot.frame, slot.is_filling = None, True
+        content = slot.content(frame)
+        try:
+            fill(content[HEADER_BYTES:])
+            content[:HEADER_BYTES] = head
+            check_payload(content[HEADER_BYTES:], frame)
+            with self._lock:
+                self._publish(slot, frame)
+        finally:
+            slot.is_filling = False
+        return frame.digest
 
-    def _free(self, slots: list[Slot], frame: Frame, num_bytes: int) -> Slot:
-        """The slot for a new frame: of the same set, else a new one, else the one that nobody needs any more."""
-        found = next((slot for slot in slots if slot.frame.key == frame.key), None)
+    def _publish(self, slot: Slot, frame: Frame) -> None:
+        self._check_epoch(frame.epoch)
+        slots = self._kept.get(frame.rank, [])
+        if slot not in slots:
+            raise StaleEpoch(epoch=frame.epoch, fenced=self.epoch)
+        for other in slots:
+            if other.frame is not None and other.frame.key == frame.key:
+                other.frame = None  # brought back to m copies after a recovery: the bytes were here already
+        slot.frame = frame
+
+    def _free(self, frame: Frame) -> Slot:
+        """The slot for a new frame: an empty one, else a new one, else the one that nobody needs any more."""
+        slots = self._kept.setdefault(frame.rank, [])
+        for abandoned in [slot for slot in slots if slot.is_filling]:
+            slots.remove(abandoned)  # its sender was replaced; what still arrives there must not meet this frame
+        found = next((slot for slot in slots if slot.frame is None), None)
         if found is None and len(slots) == SLOTS:
-            found = min(
-                (s for s in slots if s.frame.key != frame.base), key=lambda s: s.frame.epoch * 2**40 + s.frame.step
-            )
+            ages = [
+                (s.frame.epoch, s.frame.step, i) for i, s in enumerate(slots) if s.frame and s.frame.key != frame.base
+            ]
+            found = slots[min(ages)[2]]
+        num_bytes = HEADER_BYTES + frame.payload_bytes
         if found is None or num_bytes > found.buffer.nbytes:
             room_bytes = num_bytes + num_bytes // 16
             grown = room_bytes - (found.buffer.nbytes if found else 0)
@@ -88,9 +109,8 @@ class Slots:
                 )
             if found is not None:
                 slots.remove(found)
-            found = Slot(np.empty(room_bytes, np.uint8), frame)
+            found = Slot(np.empty(room_bytes, np.uint8))
             slots.append(found)
-        assert found is not None
         return found
 
     def fence(self, epoch: int) -> list[Held]:
@@ -98,14 +118,14 @@ class Slots:
         with self._lock:
             self._check_epoch(epoch)
             self.epoch = epoch
-            return [slot.frame.held() for slots in self._kept.values() for slot in slots]
+            return [slot.frame.held() for slots in self._kept.values() for slot in slots if slot.frame]
 
     def discard(self, epoch: int, above: int) -> None:
         """Forget every step above `above`: the group goes back there."""
         with self._lock:
             self._check_epoch(epoch)
             for rank, slots in list(self._kept.items()):
-                self._kept[rank] = [slot for slot in slots if slot.frame.step <= above]
+                self._kept[rank] = [s for s in slots if s.frame and s.frame.step <= above]
 
     def retain(self, epoch: int, ranks: frozenset[int], num_shards: int) -> None:
         """Forget shards of other ranks and of other numbers of shards: their copies now lie elsewhere."""
@@ -114,14 +134,14 @@ class Slots:
             for rank in set(self._kept) - ranks:
                 del self._kept[rank]
             for rank, slots in list(self._kept.items()):
-                self._kept[rank] = [slot for slot in slots if slot.frame.num_shards == num_shards]
+                self._kept[rank] = [s for s in slots if not s.frame or s.frame.num_shards == num_shards]
 
     def get(self, rank: int, key: tuple[int, int]) -> Bytes:
         """A copy of the frame of shard `rank` of the set `key`."""
         with self._lock:
             for slot in self._kept.get(rank, []):
-                if slot.frame.key == key:
-                    return slot.content.copy()
+                if slot.frame is not None and slot.frame.key == key:
+                    return slot.content(slot.frame).copy()
         raise CheckpointError(f"host {self.host} does not keep shard {rank} of step {key[0]} ({key[1]} shards)")
 
     def clear(self, epoch: int) -> None:
@@ -141,17 +161,18 @@ class CheckpointStore:
 
     def __init__(self, run_id: str, host: str, limit_bytes: int):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        self.slots = Slots(run_id, host, limit_bytes)
+        self.slots = Slots(run_id, host, min(limit_bytes, psutil.virtual_memory().available // 2))
+        self.door = Door(self.slots, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
     @ray.method(concurrency_group="control")
     def sit(self) -> int:
         """Process id."""
         return os.getpid()
 
-    @ray.method
-    def put(self, data: Bytes) -> str:
-        """See `Slots.put`."""
-        return self.slots.put(data)
+    @ray.method(concurrency_group="control")
+    def address(self) -> Address:
+        """Where frames are to be sent."""
+        return self.door.address
 
     @ray.method(concurrency_group="control")
     def fence(self, epoch: int) -> list[Held]:

@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.checkpoints import CheckpointStore
+from actors.delivery import Address
 from actors.epoch import finished
 from actors.group import actor_options, create_actor
 from actors.worker import GpuWorker
@@ -45,6 +46,7 @@ class Crew:
         self.run_id, self.gang, self.holder_limit_bytes = run_id, gang, holder_limit_bytes
         self.holders: dict[str, Any] = {}
         """The live holder of each host (Ray node id)."""
+        self.addresses: dict[str, Address] = {}
         self.standbys: list[Standby] = []
         self.actors: list[Any] = []
         self._opening: dict[str, tuple[Any, Any]] = {}
@@ -86,8 +88,9 @@ class Crew:
         for host, (holder, ready) in list(self._opening.items()):
             if ray.wait([ready], timeout=0)[0]:
                 del self._opening[host]
-                if finished([holder.fence.remote(epoch)], ANSWER_S)[0] is not None:
-                    self.holders[host] = holder
+                address, fenced = finished([ready, holder.fence.remote(epoch)], ANSWER_S)
+                if address is not None and fenced is not None:
+                    self.holders[host], self.addresses[host] = holder, address[0]
 
     def warm(self, function: Any) -> None:
         """Let standbys, those to come too, load what `function` (an object reference) needs."""
@@ -135,4 +138,4 @@ class Crew:
             .remote(self.run_id, host[:8], self.holder_limit_bytes)
         )
         self.actors.append(holder)
-        self._opening[host] = (holder, holder.sit.remote())
+        self._opening[host] = (holder, holder.address.remote())

@@ -144,7 +144,7 @@ class EpochRun:
 
     def _acknowledge(self, kept: Kept) -> None:
         self.on_kept(kept)
-        step = self.ledger.acknowledge(kept.epoch, kept.rank, kept.step, kept.sha256)
+        step = self.ledger.acknowledge(kept.epoch, kept.rank, kept.step, kept.digest)
         if step is None:
             return
         self.journal.commit(self.epoch, step)

@@ -2,7 +2,9 @@
 
     step = keeper.restore(own, replicated)      # where to go on; 0 in a fresh run
     while step < steps:
-        ...forward, backward, reduce...
+        ...forward, backward...
+        with keeper.busy():                     # copies travel when training leaves the network idle
+            ...reduce...
         keeper.gate()                           # update s + 1 waits until s is committed
         optimizer.step(); step += 1
         keeper.prepare(step)                    # copied at once, sent while the next step computes
@@ -16,22 +18,26 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+import torch.distributed as dist
+from ray.exceptions import RayError
 
+from actors.delivery import Address, Delivery
 from actors.errors import CheckpointError, HolderLost, Interrupted
 from actors.folder import ShardFolder
-from actors.frames import Bytes, Frame, parts, read
+from actors.frames import Bytes, Frame, parts, read, seal
+from actors.pace import Pace
 from actors.shards import restore, snapshot
 from actors.state import StateProvider
 from actors.worker import Aborted, WorkerContext
-from collectives.errors import WireFormatError, ZenrayError
+from collectives.errors import CollectiveError, WireFormatError, ZenrayError
 
 SEND_ATTEMPTS = 3
 """A frame that a holder found damaged is sent again so often."""
@@ -87,7 +93,7 @@ class Kept:
     epoch: int
     rank: int
     step: int
-    sha256: str
+    digest: str
     frame_bytes: int
     applied_s: float
     replicate_s: float
@@ -95,7 +101,18 @@ class Kept:
     """How long the gate before this step's update was closed: the lengthening of the step."""
     idle_s: float
     """From the start of the previous replication to the gate: the span in which it could hide."""
+    predicted_s: float | None
+    """The lengthening that the plan of the traffic foresees; None while the first steps are measured."""
     num_resent: int
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who keeps copies on one host."""
+
+    host: str
+    actor: Any
+    address: Address
 
 
 @dataclass(frozen=True)
@@ -116,8 +133,8 @@ class Assignment:
     """By shard, the holders to ask, in order."""
     storage: Path | None = None
     """Restore from this folder instead of from holders."""
-    holders: tuple[tuple[str, Any], ...] = ()
-    """(host, holder) of everybody who keeps this rank's shard, own host first."""
+    holders: tuple[Holder, ...] = ()
+    """Everybody who keeps this rank's shard, own host first."""
     timeout_s: float = 30.0
     heartbeat_s: float = 2.0
     probe: Probe = field(default_factory=NoProbe)
@@ -137,6 +154,10 @@ class Keeper:
         self._gate_s = self._idle_s = 0.0
         self._started = time.monotonic()
         self._outbox: queue.SimpleQueue[tuple[Bytes, Frame, float, float, float] | None] = queue.SimpleQueue()
+        self.pace = Pace(max(1, len(assignment.holders) - 1))
+        self._buffer: Bytes | None = None
+        """Where each snapshot is made: the one before has arrived everywhere once it is committed."""
+        self._deliveries: dict[str, Delivery] = {}
         self._thread = threading.Thread(target=self._replicate_all, daemon=True, name="keeper")
 
     def restore(self, own: Sequence[StateProvider], replicated: Sequence[StateProvider]) -> int:
@@ -149,19 +170,23 @@ class Keeper:
         self.reached(Phase.RECOVER, assignment.step)
         if assignment.old_shards:
             shards = [self._fetch(shard) for shard in range(assignment.old_shards)]
-            restore(shards, assignment.own_shard, own, replicated)
+            restore(shards, assignment.own_shard, self.context.size, own, replicated)
         self._thread.start()
         self.prepare(assignment.step)
         return assignment.step
 
     def prepare(self, step: int) -> None:
         """Copy the state after update `step` at once, and send the copy in the background."""
+        if self._confirmed != self._prepared:
+            raise CheckpointError(f"step {step} was prepared before the gate let its update through: call gate() first")
         applied_s = time.time()
         self.reached(Phase.SNAPSHOT, step)
         context, assignment = self.context, self.assignment
         header = Frame(assignment.run_id, assignment.epoch, context.rank, context.size, step, self.committed, 0, 0, "")
-        data, frame = snapshot(header, self.own, self.replicated)
+        data, frame = snapshot(header, self.own, self.replicated, self._buffer)
+        self._buffer = data if data.base is None else data.base  # all of it, room to spare included
         self._prepared = step
+        self.pace.begin()
         self._started = time.monotonic()
         self._outbox.put((data, frame, applied_s, self._gate_s, self._idle_s))
 
@@ -170,6 +195,7 @@ class Keeper:
         HolderLost or CheckpointError when the copies could not be made; nothing has been applied then."""
         begin = time.monotonic()
         self._idle_s = begin - self._started
+        self.pace.lift()
         while self._confirmed != self._prepared:
             left_s = begin + self.assignment.timeout_s - time.monotonic()
             try:
@@ -193,11 +219,17 @@ class Keeper:
         elif isinstance(message, ZenrayError):
             raise message
 
+    def busy(self) -> AbstractContextManager[None]:
+        """To be held while training uses the network itself: copies wait as long as they can."""
+        return self.pace.busy()
+
     def finish(self) -> None:
-        """Wait for the last commit and stop sending."""
+        """Wait for the last commit."""
         self.gate()
+
+    def close(self) -> None:
+        """Stop sending. Idempotent."""
         self._outbox.put(None)
-        self._thread.join(self.assignment.timeout_s)
 
     def reached(self, phase: Phase, step: int) -> None:
         """Tell the probe; training loops call it for COMPUTE, REDUCE and UPDATE."""
@@ -223,24 +255,28 @@ class Keeper:
     # --- the background thread ----------------------------------------------------------------------------------------
 
     def _replicate_all(self) -> None:
-        while (item := self._outbox.get()) is not None:
-            try:
+        try:
+            while (item := self._outbox.get()) is not None:
                 self._replicate(*item)
-            except ZenrayError as error:
-                self.context.inbox.put(error)
-                return
+        except ZenrayError as error:
+            self.context.inbox.put(error)
+        finally:
+            for delivery in self._deliveries.values():
+                delivery.close()
 
     def _replicate(self, data: Bytes, frame: Frame, applied_s: float, gate_s: float, idle_s: float) -> None:
         begin = time.monotonic()
+        frame = seal(data, frame)
+        holders = self.assignment.holders
         num_resent = 0
         for attempt in range(SEND_ATTEMPTS):
-            sent = ray.put(self.assignment.probe.sending(frame.step, self, data))
-            calls = []
-            for number, (host, holder) in enumerate(self.assignment.holders):
+            sent = self.assignment.probe.sending(frame.step, self, data)
+            for number, holder in enumerate(holders):
                 if number:
                     self.reached(Phase.REPLICATE, frame.step)
-                calls.append((host, holder, holder.put.remote(sent)))
-            if all([self._acknowledged(*call, frame) for call in calls]):
+                with self._noticing_loss(holder, frame.step):
+                    self._send(holder, sent, is_remote=number > 0)
+            if all([self._is_acknowledged(holder, frame) for holder in holders]):
                 break
             num_resent = attempt + 1
         else:
@@ -250,39 +286,73 @@ class Keeper:
             epoch=frame.epoch,
             rank=frame.rank,
             step=frame.step,
-            sha256=frame.sha256,
+            digest=frame.digest,
             frame_bytes=data.nbytes,
             applied_s=applied_s,
             replicate_s=time.monotonic() - begin,
             gate_s=gate_s,
             idle_s=idle_s,
+            predicted_s=None if self.pace.plan is None else self.pace.plan.exposed_s,
             num_resent=num_resent,
         )
         self.context.report({"kept": kept})
 
-    def _acknowledged(self, host: str, holder: Any, ref: Any, frame: Frame) -> bool:
-        """Whether a holder has the frame; False if it refused damaged bytes. HolderLost if it is gone or hangs."""
-        deadline = time.monotonic() + self.assignment.timeout_s
-        limit_s = self.assignment.heartbeat_s
+    def _send(self, holder: Holder, data: Bytes, is_remote: bool) -> None:
+        """The whole frame; to another host at the pace that training leaves."""
+        if holder.host not in self._deliveries:
+            self._deliveries[holder.host] = Delivery(holder.address, self.assignment.heartbeat_s)
+        delivery, begin, num_sent = self._deliveries[holder.host], time.monotonic(), 0
+        delivery.begin(data.size)
+        while num_sent < data.size:
+            left = data.size - num_sent
+            part = data[num_sent : num_sent + (self.pace.allow(left) if is_remote else left)]
+            num_sent += self._patiently(holder, lambda part=part: delivery.send(part))  # type: ignore[misc]
+        if is_remote:
+            self._patiently(holder, delivery.wait)
+            self.pace.delivered(data.size, time.monotonic() - begin)
+
+    def _is_acknowledged(self, holder: Holder, frame: Frame) -> bool:
+        """Whether a holder has the frame; False if it refused damaged bytes."""
+        delivery = self._deliveries[holder.host]
         try:
-            while not ray.wait([ref], timeout=limit_s)[0]:
-                if not ray.wait([holder.sit.remote()], timeout=limit_s)[0] or time.monotonic() > deadline:
-                    raise HolderLost(rank=frame.rank, host=host, step=frame.step, cause="it does not answer.")
-            return bool(ray.get(ref, timeout=limit_s) == frame.sha256)
-        except RayActorError as error:
-            cause = str(error).strip().splitlines()[0]
-            raise HolderLost(rank=frame.rank, host=host, step=frame.step, cause=cause) from None
-        except RayTaskError as error:
-            if isinstance(error.cause, WireFormatError):
-                return False
-            if isinstance(error.cause, ZenrayError):
-                raise error.cause from None
-            raise CheckpointError(f"the holder on host {host} failed: {error}") from error
+            with self._noticing_loss(holder, frame.step):
+                self._patiently(holder, delivery.wait)
+                return delivery.answer() == frame.digest
+        except WireFormatError:
+            return False
+
+    def _patiently(self, holder: Holder, call: Callable[[], int]) -> int:
+        """Repeat `call` while the holder takes its time, but lives."""
+        deadline = time.monotonic() + self.assignment.timeout_s
+        while True:
+            try:
+                return call()
+            except TimeoutError:
+                alive = ray.wait([holder.actor.sit.remote()], timeout=self.assignment.heartbeat_s)[0]
+                if not alive or time.monotonic() > deadline:
+                    raise
+
+    @contextmanager
+    def _noticing_loss(self, holder: Holder, step: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            cause = "it does not answer." if isinstance(error, TimeoutError) else f"{error}."
+            raise HolderLost(rank=self.context.rank, host=holder.host, step=step, cause=cause) from None
 
 
 RecoverableFunction = Callable[[WorkerContext, Keeper], Any]
 
 
 def run_rank(function: RecoverableFunction, assignment: Assignment, context: WorkerContext) -> Any:
-    """What a worker runs: the user's function with its keeper."""
-    return function(context, Keeper(context, assignment))
+    """What a worker runs: the user's function with its keeper. A failed collective of torch's own, such as DDP's, is a
+    bare RuntimeError there; here it becomes a CollectiveError, which the group recovers from."""
+    keeper = Keeper(context, assignment)
+    try:
+        return function(context, keeper)
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise CollectiveError(f"rank {context.rank}: a collective of torch failed: {error}") from error
+        raise
+    finally:
+        keeper.close()

@@ -29,7 +29,7 @@ from actors.errors import (
 )
 from actors.group import GroupState, Member, WorkerGroup, root_cause
 from actors.journal import Journal
-from actors.keeper import Assignment, Kept, NoProbe, Probe, RecoverableFunction
+from actors.keeper import Assignment, Holder, Kept, NoProbe, Probe, RecoverableFunction
 from actors.protection import Plan, Protection, Recovery
 from actors.storage import Storage, StorageTier
 from actors.worker import Report
@@ -402,7 +402,9 @@ class RecoverableGroup(WorkerGroup):
                 own_shard=old if old < plan.old_shards else None,
                 sources=sources,
                 storage=plan.storage,
-                holders=tuple((host, self.crew.holders[host]) for host in self._rules[rank]),
+                holders=tuple(
+                    Holder(host, self.crew.holders[host], self.crew.addresses[host]) for host in self._rules[rank]
+                ),
                 timeout_s=self.collective_timeout_s,
                 heartbeat_s=self.protection.heartbeat_s,
                 probe=self._probe,

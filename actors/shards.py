@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from actors.errors import CheckpointError
-from actors.frames import HEADER_BYTES, Bytes, Frame, seal
-from actors.state import StateProvider, collect, distribute
+from actors.frames import HEADER_BYTES, Bytes, Frame
+from actors.state import Resharding, StateProvider, collect, distribute, state_of
 
 RANGE_KEY = "range of the replicated states"
 _DTYPES: Mapping[torch.dtype, str] = {
@@ -45,10 +46,10 @@ class Image:
     In the order of their names: equal states have equal bytes, also where one has just been restored.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]):
+    def __init__(self, tensors: Mapping[str, Tensor | Range]):
         entries: dict[str, Any] = {}
         end = 0
-        self.pieces: list[tuple[int, Tensor]] = []
+        self.pieces: list[tuple[int, Tensor | Range]] = []
         """Offset in the image, and the tensor that begins there."""
         for name, tensor in sorted(tensors.items()):
             if tensor.dtype not in _DTYPES:
@@ -67,9 +68,33 @@ class Image:
         _copy_overlap(self.head, 0, out, start, stop)
         for begin, tensor in self.pieces:
             begin += self.head.size
-            if tensor.nbytes and begin < stop and begin + tensor.nbytes > start:
+            low, high = max(begin, start), min(begin + tensor.nbytes, stop)
+            if low >= high:
+                continue
+            if isinstance(tensor, Range):
+                first = tensor.start + low - begin
+                tensor.image.write(out[low - start : high - start], first, first + high - low)
+            else:
                 flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 _copy_overlap(flat, begin, out, start, stop)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes [start, stop) of an image, as a tensor of another one."""
+
+    image: Image
+    start: int
+    stop: int
+    dtype: torch.dtype = torch.uint8
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self.nbytes,)
 
 
 def _copy_overlap(piece: Bytes, begin: int, out: Bytes, start: int, stop: int) -> None:
@@ -83,36 +108,43 @@ def share(num_bytes: int, rank: int, num_shards: int) -> tuple[int, int]:
     return num_bytes * rank // num_shards, num_bytes * (rank + 1) // num_shards
 
 
-def snapshot(header: Frame, own: Sequence[StateProvider], replicated: Sequence[StateProvider]) -> tuple[Bytes, Frame]:
-    """Copy this rank's shard into a new sealed frame. `header` says whose it is; its sizes and digest are filled in."""
+def snapshot(
+    header: Frame, own: Sequence[StateProvider], replicated: Sequence[StateProvider], buffer: Bytes | None = None
+) -> tuple[Bytes, Frame]:
+    """Copy this rank's shard into a frame, not sealed yet. `header` says whose it is; its sizes are filled in.
+
+    buffer: memory to reuse; a new one is made where it is too small.
+    """
     own_tensors, own_values = collect(own)
     shared_tensors, shared_values = collect(replicated)
     shared = Image(shared_tensors)
-    start, stop = share(shared.num_bytes, header.rank, header.num_shards)
-    part = torch.empty(stop - start, dtype=torch.uint8)
-    shared.write(part.numpy(), start, stop)
+    part = Range(shared, *share(shared.num_bytes, header.rank, header.num_shards))
     image = Image({**own_tensors, RANGE_KEY: part})
     parts = {"own": own_values, "replicated": shared_values, "layout_sha256": shared.layout_sha256}
     values = json.dumps(parts, sort_keys=True).encode()
     values += b" " * (-len(values) % 8)
-    buffer = np.empty(HEADER_BYTES + len(values) + image.num_bytes, np.uint8)
     middle = HEADER_BYTES + len(values)
+    num_bytes = middle + image.num_bytes
+    if buffer is None or buffer.size < num_bytes:
+        buffer = np.empty(num_bytes + num_bytes // 16, np.uint8)
     buffer[HEADER_BYTES:middle] = np.frombuffer(values, np.uint8)
-    image.write(buffer[middle:], 0, image.num_bytes)
-    sized = {**header.__dict__, "values_bytes": len(values), "tensors_bytes": image.num_bytes}
-    return buffer, seal(buffer, Frame(**sized))
+    image.write(buffer[middle:num_bytes], 0, image.num_bytes)
+    frame = replace(header, values_bytes=len(values), tensors_bytes=image.num_bytes)
+    return buffer[:num_bytes], frame
 
 
 def restore(
     shards: Sequence[tuple[Mapping[str, Any], bytes]],
     own_shard: int | None,
+    num_ranks: int,
     own: Sequence[StateProvider],
     replicated: Sequence[StateProvider],
 ) -> None:
     """Load (values, safetensors bytes) of all shards of one step, in order.
 
-    own_shard: whose own states to take; None leaves them as the program made them. Raises CheckpointError before
-    anything is touched if the shards do not fit together.
+    own_shard: whose own states to take; None leaves them as the program made them. In a group of another size,
+    num_ranks, the states that know how to (`Resharding`) are made from those of all old ranks instead. Raises
+    CheckpointError before anything is touched if the shards do not fit together.
     """
     layouts = {values["layout_sha256"] for values, _ in shards}
     if len(layouts) != 1:
@@ -126,5 +158,13 @@ def restore(
     except (SafetensorError, KeyError) as error:
         raise CheckpointError(f"{len(shards)} shards do not make up one state: {error}") from error
     distribute(shared, shards[0][0]["replicated"], replicated)
+    moved = [p for p in own if isinstance(p, Resharding)] if num_ranks != len(shards) else []
     if own_shard is not None:
-        distribute(tensors[own_shard], shards[own_shard][0]["own"], own)
+        names = {provider.name for provider in moved}
+        held = {name: state for name, state in shards[own_shard][0]["own"].items() if name not in names}
+        distribute(tensors[own_shard], held, [provider for provider in own if provider.name not in names])
+    for provider in moved:
+        states = [
+            state_of(provider.name, part, values["own"]) for part, (values, _) in zip(tensors, shards, strict=True)
+        ]
+        provider.load_all(states)

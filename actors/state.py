@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,15 +23,18 @@ from torch import Tensor, nn
 
 from actors.errors import CheckpointError
 from actors.folder import ShardFolder, Stamp, WritePhase
-from collectives.feedback import ErrorFeedback
+from collectives.expert_state import ExpertState
+from collectives.feedback import ErrorFeedback, reshard
 
 __all__ = [
     "CheckpointError",
     "CheckpointFolder",
     "DataPosition",
+    "ExpertShards",
     "ModelState",
     "OptimizerState",
     "RandomState",
+    "Resharding",
     "ResidualState",
     "Stamp",
     "State",
@@ -41,6 +44,7 @@ __all__ = [
     "digest_of",
     "distribute",
     "pack",
+    "state_of",
     "unpack",
 ]
 
@@ -59,6 +63,17 @@ class StateProvider(Protocol):
 
     def load_state_dict(self, state: State) -> None:
         """Restore exactly; tensors arrive on the CPU."""
+
+
+@runtime_checkable
+class Resharding(Protocol):
+    """A provider of one rank's own state that also knows what becomes of it in a group of another size."""
+
+    @property
+    def name(self) -> str: ...
+
+    def load_all(self, states: Sequence[State]) -> None:
+        """Restore from the states of all old ranks, in their order."""
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -89,10 +104,14 @@ def distribute(tensors: Mapping[str, Tensor], values: Mapping[str, State], provi
             f"model, optimizer and policy, or start anew"
         )
     for provider in providers:
-        prefix = f"{provider.name}/"
-        state = dict(values[provider.name])
-        state |= {key.removeprefix(prefix): item for key, item in tensors.items() if key.startswith(prefix)}
-        provider.load_state_dict(state)
+        provider.load_state_dict(state_of(provider.name, tensors, values))
+
+
+def state_of(name: str, tensors: Mapping[str, Tensor], values: Mapping[str, State]) -> State:
+    """The state of one provider, out of what `collect` gives for all."""
+    prefix = f"{name}/"
+    own = {key.removeprefix(prefix): item for key, item in tensors.items() if key.startswith(prefix)}
+    return dict(values[name]) | own
 
 
 def pack(providers: Sequence[StateProvider]) -> tuple[bytes, dict[str, State]]:
@@ -206,9 +225,12 @@ class RandomState:
 
     def state_dict(self) -> State:
         kind, words, position, has_gauss, cached = np.random.get_state(legacy=True)
+        version, python_words, gauss = random.getstate()
         state: State = {
-            "python": json.loads(json.dumps(random.getstate())),
-            "numpy": [kind, np.asarray(words).tolist(), position, has_gauss, cached],
+            "python": [version, gauss],
+            "python_words": torch.from_numpy(np.array(python_words, np.int64)),
+            "numpy": [kind, position, has_gauss, cached],
+            "numpy_words": torch.from_numpy(np.asarray(words).view(np.int32)),
             "torch": torch.get_rng_state(),
         }
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -219,9 +241,10 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: State) -> None:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
-        np.random.set_state(tuple(state["numpy"]))
+        version, gauss = state["python"]
+        random.setstate((version, tuple(state["python_words"].tolist()), gauss))
+        kind, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((kind, state["numpy_words"].numpy().view(np.uint32), position, has_gauss, cached))
         torch.set_rng_state(state["torch"])
         for key, value in state.items():
             if key.startswith("cuda"):
@@ -246,6 +269,10 @@ class DataPosition:
     def load_state_dict(self, state: State) -> None:
         self.consumed = int(state["consumed"])
 
+    def load_all(self, states: Sequence[State]) -> None:
+        """All ranks have consumed as many batches; one that joins goes on where they are."""
+        self.load_state_dict(states[0])
+
 
 @dataclass(frozen=True)
 class ResidualState:
@@ -263,8 +290,39 @@ class ResidualState:
         }
 
     def load_state_dict(self, state: State) -> None:
-        kinds: dict[str, dict[str, list[tuple[int, int, Tensor]]]] = {}
-        for key, values in state.items():
-            kind, offset, numel, parameter = key.split("/", 3)
-            kinds.setdefault(kind, {}).setdefault(parameter, []).append((int(offset), int(numel), values))
-        self.feedback.load_state_dict(kinds)
+        self.feedback.load_state_dict(_residuals(state))
+
+    def load_all(self, states: Sequence[State]) -> None:
+        """Each rank owes the mean of what the old ranks owed, so that nothing is lost from the mean gradient."""
+        self.feedback.load_state_dict(reshard([_residuals(state) for state in states]))
+
+
+def _residuals(state: State) -> dict[str, Any]:
+    kinds: dict[str, Any] = {"residuals": {}, "owner_residuals": {}}
+    for key, values in state.items():
+        kind, offset, numel, parameter = key.split("/", 3)
+        kinds[kind].setdefault(parameter, []).append((int(offset), int(numel), values))
+    return kinds
+
+
+@dataclass(frozen=True)
+class ExpertShards:
+    """This rank's shards of all experts of one layer. Where an expert computes is no state: the slots are filled from
+    the shards (`push_weights`) under whatever map the present group uses."""
+
+    experts: ExpertState
+    name: str = "experts"
+
+    def state_dict(self) -> State:
+        return dict(self.experts.state_dict())
+
+    def load_state_dict(self, state: State) -> None:
+        experts = self.experts
+        for key, table in (("master", experts.master), ("momentum", experts.momentum), ("variance", experts.variance)):
+            for expert in range(experts.num_experts):
+                table[expert] = state[f"{expert}/{key}"]
+        experts.step_count = int(state["step"])
+
+    def load_all(self, states: Sequence[State]) -> None:
+        """Each expert is put together from the old shards and cut anew."""
+        self.experts.load_state_dict(states)

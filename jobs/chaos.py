@@ -38,12 +38,14 @@ from jobs.chaos_plots import plot_chaos
 from jobs.chaos_rank import Fault, Kind, Striker, Training
 from jobs.job import Run, run_job
 from jobs.nodes import Nodes, local_nodes
-from placement.traffic import Link, plan_traffic
+from jobs.record import record_figures, recorded
+from jobs.train_config import TrackingConfig
 from zenray.config import Section
+from zenray.recoveries import record_recoveries
 
 CYCLE = (
-    *(Kind.KILL, Kind.HANG, Kind.KILL, Kind.HOLDER, Kind.NODE, Kind.CORRUPT, Kind.KILL, Kind.RECOVER, Kind.DELAY),
-    *(Kind.DISK_FULL, Kind.KILL, Kind.HANG, Kind.KILL, Kind.HOLDER, Kind.KILL, Kind.KILL, Kind.KILL, Kind.RECOVER),
+    *(Kind.KILL, Kind.HANG, Kind.SLOW, Kind.HOLDER, Kind.NODE, Kind.CORRUPT, Kind.KILL, Kind.RECOVER, Kind.DELAY),
+    *(Kind.DISK_FULL, Kind.KILL, Kind.HANG, Kind.KILL, Kind.KILL, Kind.KILL, Kind.KILL, Kind.KILL, Kind.RECOVER),
     *(Kind.KILL, Kind.KILL),
 )
 """Kinds by seed: the first 10 hold each of them, and half of all are plain kills."""
@@ -75,10 +77,14 @@ class ChaosConfig(Section):
     """A worker that is silent for so long counts as hung."""
     storage_every: Count = 2
     """Steps between checkpoints on disk."""
-    kinds: list[Literal["kill", "hang", "node", "holder", "disk_full", "delay", "corrupt", "recover"]] | None = None
+    kinds: (
+        list[Literal["kill", "hang", "node", "holder", "disk_full", "delay", "slow", "corrupt", "recover"]] | None
+    ) = None
     """Only these kinds of fault; none: all."""
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """Limit of one seed."""
+    tracking: TrackingConfig = TrackingConfig()
+    """MLflow."""
 
 
 @dataclass
@@ -223,7 +229,7 @@ class Bench:
                 return any(kept.num_resent for kept in group.kept)
             case Kind.DISK_FULL:
                 return any("storage is off" in event for event in group.events)
-            case Kind.DELAY:
+            case Kind.DELAY | Kind.SLOW:
                 return True
 
     def _mend(self, removed: list[str]) -> None:
@@ -295,21 +301,17 @@ def summarise(outcomes: list[Outcome]) -> dict[str, Any]:
     }
 
 
-def lengthening(kept: Iterable[Kept], copies: int) -> dict[str, float]:
-    """What copies cost an undisturbed step: as `plan_traffic` predicts from the first half, and as the rest measured."""
-    rows = [row for row in kept if row.gate_s > 0]
-    first, rest = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-    if not first or not rest:
+def lengthening(kept: Iterable[Kept]) -> dict[str, float]:
+    """What copies cost an undisturbed step, as the plan of their traffic predicts it and as it was measured."""
+    rows = [row for row in kept if row.predicted_s is not None]
+    if not rows:
         return {}
-    size = int(median(row.frame_bytes for row in first))
-    link = Link(0.0, size * (copies - 1) / median(row.replicate_s for row in first))
-    plan = plan_traffic([median(row.idle_s for row in first)], size, copies - 1, size, link, mu=0.999)
     return {
-        "shard_bytes": size,
-        "replicate_s": median(row.replicate_s for row in rest),
-        "idle_s": median(row.idle_s for row in rest),
-        "predicted_lengthening_s": plan.exposed_s,
-        "measured_lengthening_s": median(row.gate_s for row in rest),
+        "shard_bytes": median(row.frame_bytes for row in rows),
+        "replicate_s": median(row.replicate_s for row in rows),
+        "idle_s": median(row.idle_s for row in rows),
+        "predicted_lengthening_s": median(row.predicted_s for row in rows if row.predicted_s is not None),
+        "measured_lengthening_s": median(row.gate_s for row in rows),
     }
 
 
@@ -319,18 +321,22 @@ def chaos(config: ChaosConfig, run: Run) -> dict[str, Any]:
     with ExitStack() as stack:
         run.say(f"starting {config.ranks + 1} Ray nodes on this host, {config.ranks} workers and a standby")
         nodes = stack.enter_context(local_nodes(config.ranks + 1))
+        record = stack.enter_context(recorded(config, config.tracking, run))
         bench = Bench(config, nodes, run.out.resolve())
         stack.callback(lambda: bench.group.shutdown())
         reference = bench.reference()
-        undisturbed = lengthening(bench.group.kept, config.copies)
+        undisturbed = lengthening(bench.group.kept)
         for seed in range(config.first_seed, config.first_seed + config.seeds):
             outcome = bench.strike(draw(seed, config), reference)
             outcomes.append(outcome)
             run.say(line_of(outcome))
-    metrics = summarise(outcomes) | {"undisturbed_step": undisturbed, "groups": bench.num_groups}
-    (run.out / "outcomes.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1, default=str))
-    limits = {**LIMITS_S, Kind.HANG: config.heartbeat_s + HANG_EXTRA_S}
-    plot_chaos(outcomes, limits, run.out / "chaos.png")
+        metrics = summarise(outcomes) | {"undisturbed_step": undisturbed, "groups": bench.num_groups}
+        limits = {**LIMITS_S, Kind.HANG: config.heartbeat_s + HANG_EXTRA_S}
+        table = json.dumps([asdict(outcome) for outcome in outcomes], indent=1, default=str)
+        (run.out / "outcomes.json").write_text(table)
+        plot_chaos(outcomes, limits, run.out / "chaos.png")
+        record_recoveries(record, [r for outcome in outcomes for r in outcome.recoveries], [])
+        record_figures(record, metrics, [run.out / "outcomes.json", run.out / "chaos.png"])
     show(metrics, limits, run)
     return metrics
 

@@ -39,6 +39,8 @@ class Kind(StrEnum):
     HOLDER = "holder"
     DISK_FULL = "disk_full"
     DELAY = "delay"
+    SLOW = "slow"
+    """From the step on, every copy that the rank sends takes long."""
     CORRUPT = "corrupt"
     RECOVER = "recover"
     """A worker is killed, and another one while the group recovers."""
@@ -93,12 +95,16 @@ class Striker:
             case Kind.DELAY:
                 note(self.folder, "fault", phase=phase)
                 time.sleep(fault.delay_s)
-            case Kind.CORRUPT:
+            case Kind.CORRUPT | Kind.SLOW:
                 pass  # see `sending`
 
     def sending(self, step: int, keeper: Keeper, data: Bytes) -> Bytes:
-        """One flipped bit, in the header or the payload, the first time that the step is sent."""
+        """CORRUPT: one flipped bit, in header or payload, the first time that the step is sent. SLOW: see `Kind`."""
         fault = self.fault
+        if fault.kind is Kind.SLOW and keeper.context.rank == fault.rank and step >= fault.step:
+            if not (self.folder / "fault.jsonl").exists():
+                note(self.folder, "fault", phase=Phase.REPLICATE)
+            time.sleep(fault.delay_s)
         at_place = (step, keeper.context.rank, keeper.assignment.attempt) == (fault.step, fault.rank, 0)
         if fault.kind is not Kind.CORRUPT or not at_place or (self.folder / "fault.jsonl").exists():
             return data
@@ -115,7 +121,7 @@ class Striker:
 
 
 def _holder_pid(keeper: Keeper, index: int) -> int:
-    return int(ray.get(keeper.assignment.holders[index][1].sit.remote(), timeout=10.0))
+    return int(ray.get(keeper.assignment.holders[index].actor.sit.remote(), timeout=10.0))
 
 
 def note(folder: Path, name: str, **facts: object) -> None:
@@ -180,9 +186,10 @@ class Training:
         residual.update.copy_(wanted - sent)
         feedback.commit()
         half = sent.numel() // 2
-        context.transport.all_reduce("first half", sent[:half])
-        keeper.reached(Phase.REDUCE, step)
-        context.transport.all_reduce("second half", sent[half:])
+        with keeper.busy():
+            context.transport.all_reduce("first half", sent[:half])
+            keeper.reached(Phase.REDUCE, step)
+            context.transport.all_reduce("second half", sent[half:])
         sent /= context.size
         for parameter, gradient in zip(parameters.values(), torch.split(sent, [n for _, n in layout]), strict=True):
             parameter.grad = gradient.view_as(parameter).clone()

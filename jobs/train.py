@@ -7,7 +7,7 @@ each tensor took, that replicas and loss curves agree, and the command that open
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,7 +17,10 @@ from typing import Any
 import pyarrow.parquet as pq
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from actors.errors import MemoryExhausted
 from actors.group import WorkerGroup
+from actors.protection import Protection, Recovery
+from actors.recovery import RecoverableGroup
 from actors.state import digest_of
 from actors.worker import Report
 from collectives.errors import ConfigError
@@ -28,11 +31,13 @@ from jobs.train_config import TrainConfig
 from jobs.workloads.click_log import ClickLog
 from jobs.workloads.gpt import Gpt
 from jobs.workloads.stdlib_lm import StdlibLm
+from placement.recovery import Stage
 from zenray.comparison import Block, TensorChoice, TrainingLog, call_table, choices
 from zenray.engine import CheckpointPlan, TrainPlan, Variant, Workload, train_rank
 from zenray.environment import of_other_nodes
 from zenray.plots import plot_bytes, plot_losses, plot_time
 from zenray.recorder import Recorder, RunRecord
+from zenray.recoveries import record_recoveries
 
 SUBJECT, BASELINE = "zenray", "ddp_dense"
 
@@ -81,7 +86,7 @@ def plan_of(config: TrainConfig, out: Path) -> TrainPlan:
     variants = [replace(variant, bucket_mib=config.bucket_mib) for variant in variants]
     settings = config.checkpoint
     folder = Path(settings.folder).resolve() if settings.folder else out.resolve() / "checkpoints"
-    trained = config.model_dump(mode="json", exclude={"checkpoint", "tracking", "timeout_s", "steps"})
+    trained = config.model_dump(mode="json", exclude={"checkpoint", "recovery", "tracking", "timeout_s", "steps"})
     return TrainPlan(
         variants=tuple(variants),
         steps=config.steps,
@@ -137,15 +142,7 @@ def run_group(
             )
             for variant in plan.variants
         }
-        group = stack.enter_context(
-            WorkerGroup(
-                config.ranks,
-                resources_per_worker=cluster.resources_per_worker,
-                strategy=cluster.strategy,
-                start_timeout_s=120.0,
-            )
-        )
-        run.say(f"{config.ranks} workers joined; training {', '.join(log.variants)} on {config.workload}")
+        run.say(f"starting {config.ranks} workers to train {', '.join(log.variants)} on {config.workload}")
         progress = stack.enter_context(progress_of(run, plan))
 
         def on_report(report: Report) -> None:
@@ -160,7 +157,7 @@ def run_group(
                 record_block(children[block.variant], block)
                 progress(block)
 
-        results = group.run(partial(train_rank, plan, workload), timeout_s=config.timeout_s, on_report=on_report)
+        results = train_group(config, partial(train_rank, plan, workload), cluster, on_report, record, run)
         for name, child in children.items():
             child.metrics(
                 {"steps_per_s": log.steps_per_s(name), "held_out_loss": results[0][name]["held_out_loss"]}, plan.steps
@@ -169,6 +166,54 @@ def run_group(
             child.metrics(role_metrics(results[0][name]["dense"]), plan.steps)
             child.tags({"parameters_sha256": results[0][name]["parameters_sha256"]})
     return log, results
+
+
+def train_group(
+    config: TrainConfig,
+    function: Any,
+    cluster: TrainCluster,
+    on_report: Callable[[Report], None],
+    record: RunRecord,
+    run: Run,
+) -> list[Any]:
+    """Run `function` on all ranks: through failures where the copies fit into memory, else without copies."""
+    settings = config.recovery
+    placed: dict[str, Any] = {"resources_per_worker": cluster.resources_per_worker, "start_timeout_s": 120.0}
+    if settings.copies:
+        protection = Protection(
+            copies=settings.copies,
+            spares=settings.spares,
+            heartbeat_s=settings.heartbeat_s,
+            max_recoveries=settings.max_recoveries,
+            min_ranks=settings.min_ranks,
+            memory_limit_bytes=settings.memory_mib << 20,
+        )
+        journal = run.out / "journal.jsonl"
+        with RecoverableGroup(
+            config.ranks, journal=journal, protection=protection, strategy=cluster.strategy, **placed
+        ) as group:
+            try:
+                return group.run(function, timeout_s=config.timeout_s, on_report=on_report)
+            except MemoryExhausted as error:
+                run.say(f"event: training without copies in memory: {error}")
+                record.tags({"recovery.off": str(error)})
+            finally:
+                for event in group.events:
+                    run.say(f"event: {event}")
+                for recovery in group.recoveries:
+                    run.say(recovery_line(recovery))
+                record_recoveries(record, group.recoveries, group.events)
+    with WorkerGroup(config.ranks, strategy=cluster.strategy, **placed) as plain:
+        return plain.run(function, timeout_s=config.timeout_s, on_report=on_report)
+
+
+def recovery_line(recovery: Recovery) -> str:
+    """One recovery as one line."""
+    seconds = sum(s for stage, s in recovery.seconds.items() if stage != Stage.TRAINING)
+    return (
+        f"recovered in {seconds:.1f} s (rank(s) {list(recovery.lost_ranks)} lost), went on from copy {recovery.step} in "
+        f"{recovery.source} with {recovery.num_ranks} ranks: {recovery.cause}"
+    )
 
 
 def role_metrics(dense: Mapping[str, Any]) -> dict[str, float]:

@@ -31,6 +31,25 @@ class CheckpointConfig(Section):
     """Go on from the last complete step in `folder` (set it); the configuration must be the same."""
 
 
+class RecoveryConfig(Section):
+    """Copies of the training state in the memory of the hosts: after each update where one variant is trained, in a
+    comparison between the timed blocks."""
+
+    copies: Count = 2
+    """Copies of each rank's shard, its own host's included (on fewer hosts fewer, which is said); 0: no recovery."""
+    spares: Count = 0
+    """Workers that wait in reserved bundles of their own. Without one a lost worker is started anew in its place."""
+    heartbeat_s: Annotated[float, Field(gt=0)] = 15.0
+    """A worker that does not answer for so long counts as hung. Loading libraries can hold one up for seconds."""
+    max_recoveries: Count = 16
+    """Then the failure ends the job."""
+    memory_mib: PositiveCount = 4096
+    """Of each host, for copies; where the state does not fit, the job says so and trains without copies."""
+    min_ranks: PositiveCount | None = None
+    """Elastic: without a replacement go on with fewer ranks, at least so many, and grow back. Other batches are then
+    trained than in the full group. None: never."""
+
+
 class TrackingConfig(Section):
     """Where the run is recorded."""
 
@@ -93,6 +112,8 @@ class TrainConfig(Section):
     """More variants of the run: zenray's default policy, and stock DDP with torch's compression hooks."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints on disk."""
+    recovery: RecoveryConfig = RecoveryConfig()
+    """What a lost worker or node costs: some steps or the job."""
     tracking: TrackingConfig = TrackingConfig()
     """MLflow."""
     timeout_s: Annotated[float, Field(gt=0)] = 900.0

@@ -54,7 +54,7 @@ class Held:
     num_shards: int
     step: int
     epoch: int
-    sha256: str
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def choose(
 ) -> Restore | Fallback:
     """The highest step that live holders have for every shard, or which hosts took the last committed one with them.
 
-    reports: by host, what its holder keeps. announced: sha256 by (step, rank) as far as the owners told; a copy that
+    reports: by host, what its holder keeps. announced: digest by (step, rank) as far as the owners told; a copy that
     differs is not used. placed[rank]: hosts that were to keep the shard, for the message. A set is complete or not by
     itself, so two sets of one step with different numbers of shards do not mix; the larger one is preferred.
     """
@@ -109,7 +109,7 @@ def choose(
     for host, kept in sorted(reports.items()):
         for held in kept:
             said = announced.get((held.step, held.rank))
-            if is_void(held, history) or (said is not None and said != held.sha256):
+            if is_void(held, history) or (said is not None and said != held.digest):
                 continue
             sets.setdefault((held.step, held.num_shards), {}).setdefault(held.rank, []).append((-held.epoch, host))
     complete = [key for key, shards in sets.items() if set(shards) == set(range(key[1]))]
@@ -152,16 +152,16 @@ class CommitLedger:
     """The restored step: the first to be committed, and the only one that has no step before it."""
     committed: int = -1
     acknowledged: dict[int, dict[int, str]] = field(default_factory=dict)
-    """By step, sha256 by rank; only steps that are not committed, and the last one that is."""
+    """By step, digest by rank; only steps that are not committed, and the last one that is."""
 
-    def acknowledge(self, epoch: int, rank: int, step: int, sha256: str) -> int | None:
+    def acknowledge(self, epoch: int, rank: int, step: int, digest: str) -> int | None:
         """Note that all holders of `rank` have `step`; returns the step if that commits it."""
         due = self.start if self.committed < 0 else self.committed + 1
         if epoch != self.epoch or step < due or not 0 <= rank < self.num_ranks:
             return None
         assert step == due, f"rank {rank} acknowledged step {step} before step {due} was committed"
         ranks = self.acknowledged.setdefault(step, {})
-        ranks[rank] = sha256
+        ranks[rank] = digest
         if len(ranks) < self.num_ranks:
             return None
         self.committed = step
@@ -170,5 +170,5 @@ class CommitLedger:
         return step
 
     def announced(self) -> dict[tuple[int, int], str]:
-        """sha256 by (step, rank), as the owners told."""
-        return {(step, rank): sha for step, ranks in self.acknowledged.items() for rank, sha in ranks.items()}
+        """Digests by (step, rank), as the owners told."""
+        return {(step, rank): digest for step, ranks in self.acknowledged.items() for rank, digest in ranks.items()}

@@ -4,8 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from actors.errors import GroupStateError, WorkerError, WorkerLost, WorkerTimeout
-    from actors.state import CheckpointError
+    from actors.errors import GroupStateError, HolderLost, MemoryExhausted, WorkerError, WorkerLost, WorkerTimeout
+    from actors.keeper import Keeper
+    from actors.protection import Protection
+    from actors.recovery import RecoverableGroup
+    from actors.state import CheckpointError, DataPosition, ModelState, OptimizerState, RandomState, ResidualState
+    from actors.storage import Storage
     from collectives.errors import (
         CollectiveError,
         CollectiveMismatch,
@@ -57,6 +61,17 @@ _HOMES = {
     "WorkerTimeout": "actors.errors",
     "GroupStateError": "actors.errors",
     "CheckpointError": "actors.state",
+    "HolderLost": "actors.errors",
+    "MemoryExhausted": "actors.errors",
+    "RecoverableGroup": "actors.recovery",
+    "Protection": "actors.protection",
+    "Storage": "actors.storage",
+    "Keeper": "actors.keeper",
+    "ModelState": "actors.state",
+    "OptimizerState": "actors.state",
+    "RandomState": "actors.state",
+    "DataPosition": "actors.state",
+    "ResidualState": "actors.state",
     "QueueMissing": "zenray.queue_client",
     "TrackingError": "zenray.tracking",
 }
@@ -69,14 +84,25 @@ __all__ = [
     "CollectiveTimeout",
     "CompressedStage",
     "ConfigError",
+    "DataPosition",
     "GangDoesNotFit",
     "GradientError",
     "GroupStateError",
+    "HolderLost",
+    "Keeper",
+    "MemoryExhausted",
+    "ModelState",
+    "OptimizerState",
     "OuterLoop",
     "PeerLost",
     "PlacementError",
+    "Protection",
     "QueueMissing",
+    "RandomState",
+    "RecoverableGroup",
+    "ResidualState",
     "ShardedOptimizer",
+    "Storage",
     "SyncPolicy",
     "TensorParallel",
     "TrackingError",

@@ -107,9 +107,15 @@ class TrainingLog:
         self._traffic: dict[tuple[str, int], dict[str, int]] = {}
         self._wire: dict[tuple[str, int], int] = {}
         self._num_timed: dict[tuple[str, int], int] = {}
+        self._seen: set[tuple[str, int, str, int]] = set()
 
     def take(self, rank: int, report: Mapping[str, Any]) -> Block | None:
-        """Note one report; returns the block if it was one."""
+        """Note one report; returns the block if it was one. What is trained again after a recovery counts once."""
+        if report["kind"] in ("traffic", "block"):
+            key = (report["kind"], rank, report["variant"], report["first_step"])
+            if key in self._seen:
+                return None
+            self._seen.add(key)
         match report["kind"]:
             case "event":
                 self.events.append(str(report["text"]))

@@ -23,25 +23,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from actors.state import (
-    CheckpointError,
-    CheckpointFolder,
-    DataPosition,
-    ModelState,
-    OptimizerState,
-    RandomState,
-    Stamp,
-    State,
-    StateProvider,
-    digest_of,
-)
+from actors.keeper import Keeper
+from actors.state import DataPosition, ModelState, OptimizerState, RandomState, State, StateProvider, digest_of
 from actors.worker import WorkerContext
-from collectives.ddp import SyncHook, hook_of
+from collectives.ddp import hook_of
 from collectives.errors import CollectiveMismatch, ConfigError
 from collectives.planner import CallRecord
 from collectives.policy import SyncPolicy
 from collectives.replicas import check_replicas, digest
 from collectives.transport import all_gather_records
+from zenray.engine_state import Copies, DiskCheckpoints, HookState
 from zenray.environment import node_metrics
 from zenray.step_metrics import StepMetrics
 from zenray.train import prepare_model
@@ -157,43 +148,6 @@ HOOKS: Mapping[str, Callable[[DistributedDataParallel], None]] = {
 """torch's communication hooks for dense gradients, as rivals."""
 
 
-@dataclass(frozen=True)
-class HookState:
-    """What the synchroniser has learnt: its choices after a restart are those it would have made.
-
-    Residuals and factors are this rank's own tensors, by `residuals/offset/numel/parameter` and `factor/parameter`.
-    """
-
-    hook: SyncHook
-    name: str
-
-    def state_dict(self) -> State:
-        state = self.hook.state_dict()
-        feedback, powersgd, rows = state.pop("feedback"), state.pop("powersgd"), state.pop("rows")
-        state |= {f"rows/{parameter}": table for parameter, table in rows.items()}
-        for kind, pieces in feedback.items():
-            for parameter, entries in pieces.items():
-                state |= {f"{kind}/{offset}/{numel}/{parameter}": values for offset, numel, values in entries}
-        return state | {f"factor/{parameter}": q for parameter, q in powersgd["factors"].items()}
-
-    def load_state_dict(self, state: State) -> None:
-        feedback: dict[str, dict[str, list[tuple[int, int, Tensor]]]] = {}
-        factors: dict[str, Tensor] = {}
-        rows: dict[str, Tensor] = {}
-        for key in [key for key in state if "/" in key]:
-            kind, _, rest = key.partition("/")
-            if kind == "factor":
-                factors[rest] = state[key]
-            elif kind == "rows":
-                rows[rest] = state[key]
-            else:
-                offset, numel, parameter = rest.split("/", 2)
-                feedback.setdefault(kind, {}).setdefault(parameter, []).append((int(offset), int(numel), state[key]))
-        self.hook.load_state_dict(
-            {**state, "feedback": feedback, "rows": rows, "powersgd": {"seed": 0, "factors": factors}},
-        )
-
-
 @dataclass
 class Trainer:
     """One variant on one rank."""
@@ -206,7 +160,10 @@ class Trainer:
     position: DataPosition
     metrics: StepMetrics
     losses: list[Tensor] = field(default_factory=list)
+    """Of the steps of the present block that are done."""
     seconds: list[float] = field(default_factory=list)
+    was_interrupted: bool = False
+    """Whether the present block was begun in an earlier epoch; its speed does not count then."""
 
     @classmethod
     def create(cls, variant: Variant, workload: Workload, plan: TrainPlan, context: WorkerContext) -> Trainer:
@@ -229,38 +186,63 @@ class Trainer:
         position = DataPosition(name=f"{variant.name}.data")
         return cls(variant, workload, context, ddp, optimizer, position, metrics)
 
-    def providers(self) -> list[StateProvider]:
-        """Everything this variant needs to go on bit-identically."""
+    def replicated(self) -> list[StateProvider]:
+        """What is the same bytes on every rank."""
         name, module = self.variant.name, self.ddp.module
-        providers: list[StateProvider] = [
+        return [
             ModelState(module, f"{name}.model"),
             OptimizerState(self.optimizer, module, f"{name}.optimizer"),
-            self.position,
         ]
-        if (hook := hook_of(self.ddp)) is not None:
-            providers.append(HookState(hook, f"{name}.synchroniser"))
-        return providers
 
-    def step(self) -> None:
+    def own(self) -> list[StateProvider]:
+        """What else this rank needs to go on bit-identically, between two blocks."""
+        hook = hook_of(self.ddp)
+        return [self.position, *([] if hook is None else [HookState(hook, f"{self.variant.name}.synchroniser")])]
+
+    @property
+    def name(self) -> str:
+        """As a state provider: of the block under way."""
+        return f"{self.variant.name}.block"
+
+    def state_dict(self) -> State:
+        """Loss and seconds of the steps of this block that are done."""
+        losses = torch.stack(self.losses).double() if self.losses else torch.zeros(0, dtype=torch.float64)
+        return {"losses": losses, "seconds": list(self.seconds)}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on in the middle of a block."""
+        self.losses, self.seconds = list(state["losses"].to(self.context.device)), list(state["seconds"])
+        self.was_interrupted = bool(self.losses)
+
+    def load_all(self, states: Sequence[State]) -> None:
+        """In a group of another size the mean loss of the old ranks stands for each new one."""
+        losses = torch.stack([state["losses"] for state in states]).mean(0)
+        self.load_state_dict({"losses": losses, "seconds": states[0]["seconds"]})
+
+    def step(self, copies: Copies) -> None:
         """One step: batch, loss, gradients, update. The loss is this rank's own."""
         started = time.perf_counter()
         batch = self.workload.batch(self.position.consumed, self.context.rank)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.ddp(*(item.to(self.context.device) for item in batch))
-        loss.backward()
+        with copies.busy():
+            loss.backward()
+        copies.gate()
         self.optimizer.step()
         self.position.consumed += 1
-        self.losses.append(loss.detach())
+        self.losses.append(loss.detach().double())
         self.seconds.append(time.perf_counter() - started)
 
-    def block(self, steps: range) -> dict[str, Any]:
-        """Train `steps`; returns the block's record: losses averaged over ranks, seconds of the slowest rank."""
-        self.losses, self.seconds = [], []
+    def block(self, steps: range, copies: Copies) -> dict[str, Any]:
+        """Train what is left of `steps`; returns the block's record: losses averaged over ranks, seconds of the slowest
+        rank."""
         phases, wire = self._sent_by_phase(), interface_tx_bytes()
         dist.barrier()
         started = time.perf_counter()
-        for _ in steps:
-            self.step()
+        for step in steps[len(self.losses) :]:
+            self.step(copies)
+            if step + 1 < steps.stop:
+                copies.after_update()
         dist.barrier()
         block_s = time.perf_counter() - started
         wire_now, hook = interface_tx_bytes(), hook_of(self.ddp)
@@ -273,8 +255,11 @@ class Trainer:
         *losses, mean_bytes = means.tolist()
         *step_s, slowest_s, most_bytes = seconds.tolist()
         self.metrics.block(self.seconds, losses[-1], sent, most_bytes / mean_bytes if mean_bytes else None)
+        self.losses, self.seconds = [], []
+        was_interrupted, self.was_interrupted = self.was_interrupted, False
         return {
             "kind": "block",
+            "was_interrupted": was_interrupted,
             "variant": self.variant.name,
             "first_step": steps.start,
             "losses": losses,
@@ -298,7 +283,7 @@ class Trainer:
         return {"dense all-reduce": 2 * (size - 1) * gradient_bytes // size // share * self.position.consumed}
 
     def finish(self) -> dict[str, Any]:
-        """Prove that all replicas are equal, evaluate, hand over what the planner recorded; a collective call, the last."""
+        """Prove that all replicas are equal, evaluate, hand over what the planner recorded; a collective call."""
         module = self.ddp.module
         parameters = dict(module.named_parameters())
         check_replicas(parameters, self.context.transport)
@@ -311,7 +296,6 @@ class Trainer:
                 "segments": [asdict(row) for row in hook.segments()],
                 "events": hook.events(),
             }
-            hook.close()
         return {
             "held_out_loss": self.workload.evaluate(module) if self.context.rank == 0 else None,
             "parameters_sha256": digest_of({name: digest(p) for name, p in parameters.items()}),
@@ -332,32 +316,58 @@ def interface_tx_bytes() -> int | None:
         return None
 
 
-def train_rank(plan: TrainPlan, workload: Workload, context: WorkerContext) -> dict[str, Any]:
+def train_rank(
+    plan: TrainPlan, workload: Workload, context: WorkerContext, keeper: Keeper | None = None
+) -> dict[str, Any]:
     """Train all variants on this rank; returns, by variant, what `Trainer.finish` gives.
+
+    With a keeper (under a `RecoverableGroup`) the state is kept in peers' memory: after each update where one variant is
+    trained; in a comparison after each round of blocks, outside of what is timed.
 
     Reports: one "probe" record, and one "block" record a block and variant, from rank 0; one "traffic" record a block and
     variant from every rank; "event" records. Raises what the collectives raise; then the group is unusable.
     """
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]  # else each Adagrad warns
     check_equal_facts(workload, context)
-    if context.rank == 0:
-        context.report({"kind": "probe"} | probe_all_reduce())
-    else:
-        probe_all_reduce()
+    if keeper is None or keeper.assignment.attempt == 0:
+        probe = probe_all_reduce()
+        if context.rank == 0:
+            context.report({"kind": "probe"} | probe)
     trainers = [Trainer.create(variant, workload, plan, context) for variant in plan.variants]
-    checkpoints = _Checkpoints(plan, trainers, context)
-    for number, steps in enumerate(plan.blocks(checkpoints.resume())):
-        for trainer in trainers if number % 2 == 0 else reversed(trainers):
-            record = trainer.block(steps)
-            record["warmup"] = steps.start < plan.warmup_steps
+    try:
+        train_all(plan, trainers, context, keeper)
+        return {trainer.variant.name: trainer.finish() for trainer in trainers}
+    finally:
+        for trainer in trainers:
+            if (hook := hook_of(trainer.ddp)) is not None:
+                hook.close()
+
+
+def train_all(plan: TrainPlan, trainers: list[Trainer], context: WorkerContext, keeper: Keeper | None) -> None:
+    """Block by block, from wherever a checkpoint or a copy lets this rank go on."""
+    replicated = [p for trainer in trainers for p in trainer.replicated()]
+    own = [*(p for trainer in trainers for p in trainer.own()), RandomState({})]
+    checkpoints = DiskCheckpoints(plan, [*replicated, *own], context)
+    if keeper is None or not keeper.assignment.old_shards:
+        checkpoints.resume()
+    copies = Copies(keeper, each_update=len(trainers) == 1)
+    copies.restore([*own, *trainers], replicated)
+    rounds = plan.blocks(min(trainer.position.consumed - len(trainer.losses) for trainer in trainers))
+    first_number = len(plan.blocks(0)) - len(rounds)
+    for number, steps in enumerate(rounds, first_number):
+        order = trainers if number % 2 == 0 else trainers[::-1]
+        for trainer in order:
+            record = trainer.block(steps, copies)
+            record["warmup"] = steps.start < plan.warmup_steps or record.pop("was_interrupted")
             traffic = {key: record[key] for key in ("variant", "first_step", "sent_bytes", "wire_bytes", "warmup")}
             context.report(traffic | {"kind": "traffic", "num_steps": len(steps)})
             if context.local_rank == 0:
                 context.report({"kind": "node", "step": steps.stop, "figures": node_metrics()})
             if context.rank == 0:
                 context.report(record)
+        copies.after_round()
         checkpoints.save_if_due(steps)
-    return {trainer.variant.name: trainer.finish() for trainer in trainers}
+    copies.finish()
 
 
 def probe_all_reduce() -> dict[str, float]:
@@ -385,46 +395,3 @@ def check_equal_facts(workload: Workload, context: WorkerContext) -> None:
             f"rank {context.rank}: the data of rank(s) {odd} differ from those of rank 0. Here: {facts}. Use the same "
             f"Python and the same files on every node."
         )
-
-
-class _Checkpoints:
-    """Disk checkpoints of all variants of one rank; a full disk turns them off, on all ranks, with an event."""
-
-    def __init__(self, plan: TrainPlan, trainers: Sequence[Trainer], context: WorkerContext):
-        self.plan, self.context, self.trainers = plan, context, trainers
-        self.providers: list[StateProvider] = [p for trainer in trainers for p in trainer.providers()]
-        self.providers.append(RandomState({}))
-        settings = plan.checkpoint
-        self.folder: CheckpointFolder | None = None
-        if settings is not None and (settings.every_steps or settings.resume):
-            self.folder = CheckpointFolder(settings.folder, context.rank, context.size, settings.keep)
-
-    def resume(self) -> int:
-        """Load the last step that is complete for all ranks, if asked to; returns how many steps are done."""
-        if self.folder is None or self.plan.checkpoint is None or not self.plan.checkpoint.resume:
-            return 0
-        found = all_gather_records(self.context.transport, "metadata", [self.folder.latest() or 0])
-        step = int(found.min())
-        if step:
-            self.folder.load(step, self.providers, self.plan.config_sha256)
-        if self.context.rank == 0:
-            self.context.report({"kind": "event", "text": f"resumed at step {step}" if step else "nothing to resume"})
-        return step
-
-    def save_if_due(self, steps: range) -> None:
-        """Write a checkpoint if a multiple of `every_steps` lies in the block, or the run is over."""
-        every = self.plan.checkpoint.every_steps if self.plan.checkpoint else 0
-        if self.folder is None or not every:
-            return
-        if steps.stop // every == steps.start // every and steps.stop != self.plan.steps:
-            return
-        context = self.context
-        stamp = Stamp(context.run_id, steps.stop, context.epoch, context.rank, context.size, self.plan.config_sha256)
-        failed = 0
-        try:
-            self.folder.save(stamp, self.providers)
-        except CheckpointError as error:
-            failed = 1
-            context.report({"kind": "event", "text": f"checkpoints are off from here on: {error}"})
-        if all_gather_records(context.transport, "metadata", [failed]).any():
-            self.folder = None

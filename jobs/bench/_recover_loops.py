@@ -12,6 +12,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from actors.state import ModelState, OptimizerState, RandomState
 from actors.worker import WorkerContext
 
 WIDTH = 256
+TURNS, TURN_STEPS = 6, 12
 ADAM_COPIES = 3
 """Parameters, first and second moments."""
 
@@ -64,8 +66,8 @@ class Loop:
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
 
-    def gradients(self, step: int) -> None:
-        """Forward, backward, mean over ranks: everything up to the update of `step`."""
+    def gradients(self, step: int, busy: AbstractContextManager[object] | None = None) -> None:
+        """Forward, backward, mean over ranks: everything up to the update of `step`. busy: held during the last."""
         task = self.task
         if step == task.kill_step and self.rank == task.kill_rank and not (Path(task.folder) / "kill.jsonl").exists():
             note(task, "kill", step=step)
@@ -75,10 +77,11 @@ class Loop:
         loss: Tensor = self.model(torch.randn(16, WIDTH, generator=generator)).square().mean()
         torch.autograd.backward([loss])
         time.sleep(task.compute_s)
-        for parameter in self.model.parameters():
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+        with busy or nullcontext():
+            for parameter in self.model.parameters():
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
 
     def update(self, step: int) -> None:
         """Apply `step`, and note it."""
@@ -91,7 +94,7 @@ def protected(task: Task, context: WorkerContext, keeper: Keeper) -> None:
     loop = Loop(task, context.rank)
     step = keeper.restore([RandomState({})], [ModelState(loop.model), OptimizerState(loop.optimizer, loop.model)])
     while step < task.steps:
-        loop.gradients(step + 1)
+        loop.gradients(step + 1, keeper.busy())
         keeper.gate()
         step += 1
         loop.update(step)
@@ -99,12 +102,27 @@ def protected(task: Task, context: WorkerContext, keeper: Keeper) -> None:
     keeper.finish()
 
 
-def unprotected(task: Task, context: WorkerContext) -> None:
-    """Under a plain `WorkerGroup`: what a step costs without any checkpoint."""
+def steady(task: Task, context: WorkerContext, keeper: Keeper) -> dict[str, list[float]]:
+    """What copies cost where nothing fails: seconds of each step with and without them, in turns of TURN_STEPS."""
     loop = Loop(task, context.rank)
-    for step in range(1, task.steps + 1):
-        loop.gradients(step)
-        loop.update(step)
+    step = keeper.restore([RandomState({})], [ModelState(loop.model), OptimizerState(loop.optimizer, loop.model)])
+    seconds: dict[str, list[float]] = {"protected": [], "unprotected": []}
+    for turn in range(2 * TURNS):
+        name = ("protected", "unprotected")[turn % 2]
+        keeper.gate()
+        dist.barrier()
+        for number in range(TURN_STEPS):
+            begin = time.perf_counter()
+            loop.gradients(turn * TURN_STEPS + number + 1, keeper.busy())
+            keeper.gate()
+            loop.update(step)
+            if name == "protected":
+                step += 1
+                keeper.prepare(step)
+            if number > 1:  # the first ones still meet what the turn before left under way
+                seconds[name].append(time.perf_counter() - begin)
+    keeper.finish()
+    return seconds
 
 
 def ray_train_loop(config: Mapping[str, Any]) -> None:

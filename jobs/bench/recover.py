@@ -24,18 +24,21 @@ from pydantic import Field
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from actors.group import WorkerGroup
 from actors.recovery import RecoverableGroup
 from actors.storage import Storage
-from jobs.bench._recover_loops import Task, protected, ray_train_loop, unprotected
+from jobs.bench._recover_loops import Task, protected, ray_train_loop, steady
 from jobs.job import Run
 from jobs.nodes import local_nodes
+from jobs.record import record_figures, recorded
+from jobs.train_config import TrackingConfig
+from placement.recovery import Stage
 from zenray.config import Section
 
 FILES = ()
 PUBLISHED_RATIO = 13.0
 HEALTH_CHECK = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
 TUNED_S = "0.2"
+TURN_NAMES = ("protected", "unprotected")
 SYSTEMS = ("zenray", "ray_train", "ray_train_tuned")
 COLOURS = dict(zip(SYSTEMS, ("#0b7a75", "#b0b7bf", "#edae49"), strict=True))
 FAILURE_EVERY_S = 60.0
@@ -61,31 +64,39 @@ class Config(Section):
     """Kills for each system and size."""
     timeout_s: Annotated[float, Field(gt=0)] = 240.0
     """Limit of one run."""
+    tracking: TrackingConfig = TrackingConfig()
+    """MLflow."""
 
 
 def run(config: Config, run: Run) -> dict[str, Any]:
     """Measure; ratios first."""
     rows: dict[str, dict[str, Any]] = {}
-    with local_nodes(config.ranks + 1) as _:
+    with local_nodes(config.ranks + 1), recorded(config, config.tracking, run) as record:
         for size_mib in config.sizes_mib:
             rows[f"{size_mib:g}"] = row = measure_size(config, size_mib, run)
             run.say(f"{size_mib:g} MiB: " + ", ".join(f"{name} {row[name]['passed_s']:.2f} s" for name in SYSTEMS))
+        metrics = figures(rows)
+        plot(rows, run.out / "recover.png")
+        record_figures(record, metrics, [run.out / "recover.png"])
+    run.baseline.update({size: {name: row[name] for name in SYSTEMS[1:]} for size, row in rows.items()})
+    show(rows, metrics, run)
+    return metrics
+
+
+def figures(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The metrics of result.json: ratios first."""
     ratios = {
         size: {name: row[name]["passed_s"] / row["zenray"]["passed_s"] for name in SYSTEMS[1:]}
         for size, row in rows.items()
     }
-    metrics = {
+    return {
         "speedup_over_ray_train": median(ratio["ray_train"] for ratio in ratios.values()),
         "speedup_over_ray_train_tuned": median(ratio["ray_train_tuned"] for ratio in ratios.values()),
         "speedup_by_size_mib": ratios,
         "published_ratio": PUBLISHED_RATIO,
-        "overhead_per_step": {size: row["overhead"] for size, row in rows.items()},
+        "overhead_per_step": {size: row["steady"]["overhead"] for size, row in rows.items()},
         "sizes_mib": rows,
     }
-    run.baseline.update({size: {name: row[name] for name in SYSTEMS[1:]} for size, row in rows.items()})
-    plot(rows, run.out / "recover.png")
-    show(rows, metrics, run)
-    return metrics
 
 
 def measure_size(config: Config, size_mib: float, run: Run) -> dict[str, Any]:
@@ -110,14 +121,30 @@ def measure_size(config: Config, size_mib: float, run: Run) -> dict[str, Any]:
         row[name]["runs"] = len(results)
         row[name]["spread_s"] = [min(r["passed_s"] for r in results), max(r["passed_s"] for r in results)]
         row[name]["ettr"] = FAILURE_EVERY_S / (FAILURE_EVERY_S + row[name]["passed_s"])
-    plain = folder / "unprotected"
-    plain.mkdir(parents=True, exist_ok=True)
-    with WorkerGroup(config.ranks, strategy="SPREAD", start_timeout_s=120.0) as group:
-        job = task(folder=str(plain), kill_step=None)
-        group.run(partial(unprotected, job), timeout_s=config.timeout_s)
-    row["unprotected_step_s"] = step_s(plain, config.kill_step)
-    row["overhead"] = row["zenray"]["step_s"] / row["unprotected_step_s"] - 1
+    row["steady"] = run_steady(config, task(folder=str(folder), kill_step=None))
     return row
+
+
+def run_steady(config: Config, task: Task) -> dict[str, float]:
+    """Steps with and without copies, in turns in the same processes; what the plan of the traffic foresaw."""
+    journal = Path(task.folder) / "steady.jsonl"
+    with RecoverableGroup(config.ranks, journal=journal, strategy="STRICT_SPREAD", start_timeout_s=120.0) as group:
+        by_rank = group.run(partial(steady, task), timeout_s=config.timeout_s)
+        kept = list(group.kept)
+    with_copies, without = (
+        median(max(s) for s in zip(*(r[name] for r in by_rank), strict=True)) for name in TURN_NAMES
+    )
+    planned = [row.predicted_s for row in kept if row.predicted_s is not None]
+    return {
+        "step_s": with_copies,
+        "unprotected_step_s": without,
+        "overhead": with_copies / without - 1,
+        "idle_s": median(row.idle_s for row in kept),
+        "replicate_s": median(row.replicate_s for row in kept),
+        "gate_s": median(row.gate_s for row in kept),
+        "predicted_gate_s": median(planned) if planned else 0.0,
+        "frame_bytes": float(median(row.frame_bytes for row in kept)),
+    }
 
 
 def run_zenray(config: Config, task: Task) -> dict[str, float]:
@@ -130,13 +157,7 @@ def run_zenray(config: Config, task: Task) -> dict[str, float]:
         storage = Storage(folder / "checkpoints", config.every_steps)
         group.run(partial(protected, task), timeout_s=config.timeout_s, storage=storage)
         recovery = group.recoveries[0]
-        kept = [row for row in group.kept if row.gate_s > 0]
-        extra = {
-            "gate_s": median(row.gate_s for row in kept),
-            "replicate_s": median(row.replicate_s for row in kept),
-            "frame_bytes": float(median(row.frame_bytes for row in kept)),
-            **{f"{stage}_s": seconds for stage, seconds in recovery.seconds.items() if stage != "training"},
-        }
+        extra = {f"{stage}_s": seconds for stage, seconds in recovery.seconds.items() if stage != Stage.TRAINING}
     return judge(folder, task, began) | extra
 
 
@@ -198,23 +219,29 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
-    """Recovery time against state size, on a logarithmic scale."""
-    figure = Figure(figsize=(7.0, 4.0), dpi=130, layout="constrained")
+    """Left: recovery time against state size. Right: how many times as fast zenray is, beside the published ratio."""
+    figure = Figure(figsize=(11.0, 4.0), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    axis = figure.subplots()
+    left, right = figure.subplots(1, 2)
     sizes = [float(size) for size in rows]
     for name in SYSTEMS:
         seconds = [row[name]["passed_s"] for row in rows.values()]
-        axis.plot(sizes, seconds, "o-", color=COLOURS[name], label=name.replace("_", " "), linewidth=1.8)
-        axis.annotate(f"{seconds[-1]:.2g} s", (sizes[-1], seconds[-1]), (6, -3), textcoords="offset points")
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
-    axis.margins(x=0.12)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(True, alpha=0.25)
-    axis.set(title="From the kill of a worker until its step is passed", xlabel="state, MiB", ylabel="seconds")
-    axis.legend(frameon=False)
+        ratios = [row[name]["passed_s"] / row["zenray"]["passed_s"] for row in rows.values()]
+        for axis, values, unit in ((left, seconds, " s"), (right, ratios, "x")):
+            if axis is left or name != "zenray":
+                axis.plot(sizes, values, "o-", color=COLOURS[name], label=name.replace("_", " "), linewidth=1.8)
+                axis.annotate(f"{values[-1]:.2g}{unit}", (sizes[-1], values[-1]), (6, -3), textcoords="offset points")
+    right.axhline(PUBLISHED_RATIO, color="#d1495b", linestyle="--", label="GEMINI, against remote storage")
+    left.set(title="From the kill of a worker until its step is passed", ylabel="seconds", yscale="log")
+    right.set(title="How many times as fast zenray is", ylim=(0, None))
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        axis.margins(x=0.12)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(True, alpha=0.25)
+        axis.set_xlabel("state, MiB")
+        axis.legend(frameon=False)
     figure.savefig(path)
 
 
@@ -233,6 +260,26 @@ def show(rows: dict[str, dict[str, Any]], metrics: dict[str, Any], run: Run) -> 
         for name in SYSTEMS
     ]
     run.table("After a kill", ("state", "system", "passed after s", "steps redone", "ms a step", "cold start s"), table)
+    columns = (
+        "state",
+        "ms a step",
+        "without copies",
+        "overhead",
+        "idle ms",
+        "sending ms",
+        "gate ms",
+        "gate ms planned",
+    )
+    steps = [
+        (
+            f"{size} MiB",
+            *(1e3 * row["steady"][key] for key in ("step_s", "unprotected_step_s")),
+            f"{row['steady']['overhead']:.1%}",
+            *(1e3 * row["steady"][key] for key in ("idle_s", "replicate_s", "gate_s", "predicted_gate_s")),
+        )
+        for size, row in rows.items()
+    ]
+    run.table("A step with copies in memory, and without", columns, steps)
     run.say(
         f"zenray is {metrics['speedup_over_ray_train']:.1f} times as fast as Ray Train, "
         f"{metrics['speedup_over_ray_train_tuned']:.1f} times as fast as Ray Train with a tuned health check "

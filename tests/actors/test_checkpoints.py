@@ -1,6 +1,8 @@
 """Frames, slots, shards and the journal: what a holder keeps, what it refuses, and that a restored state is the same."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,9 +16,11 @@ from actors.folder import ShardFolder, Stamp
 from actors.frames import HEADER_BYTES, Frame, parts, read, seal
 from actors.journal import Journal, read_journal
 from actors.shards import Image, restore, share, snapshot
-from actors.state import DataPosition, ModelState, OptimizerState, RandomState, ResidualState
+from actors.state import DataPosition, ExpertShards, ModelState, OptimizerState, RandomState, ResidualState
 from collectives.errors import WireFormatError
+from collectives.expert_state import ExpertState
 from collectives.feedback import ErrorFeedback
+from collectives.transport import Transport
 from placement.recovery import EpochStart, Held
 
 LIMIT = 1 << 20
@@ -32,6 +36,11 @@ def frame(
     return data
 
 
+def put(slots: Slots, data: np.ndarray) -> str:
+    """A frame arrives whole."""
+    return slots.receive(data[:HEADER_BYTES], lambda out: np.copyto(out, data[HEADER_BYTES:]))
+
+
 def steps(slots: Slots, epoch: int) -> list[tuple[int, int]]:
     return sorted((held.rank, held.step) for held in slots.fence(epoch))
 
@@ -39,7 +48,7 @@ def steps(slots: Slots, epoch: int) -> list[tuple[int, int]]:
 def test_two_slots_hold_the_committed_step_and_the_next() -> None:
     slots = Slots("r", "h", LIMIT)
     for step in range(1, 6):
-        slots.put(frame(step, base=(step - 1, 2)))
+        put(slots, frame(step, base=(step - 1, 2)))
         assert steps(slots, 1) == [(0, s) for s in (step - 1, step) if s]
     assert read(slots.get(0, (4, 2)), "r", LIMIT).step == 4
     with pytest.raises(CheckpointError, match="does not keep shard 0 of step 3"):
@@ -48,31 +57,33 @@ def test_two_slots_hold_the_committed_step_and_the_next() -> None:
 
 def test_the_committed_step_survives_frames_that_came_to_nothing() -> None:
     slots = Slots("r", "h", LIMIT)
-    slots.put(frame(4, base=(3, 2)))
-    slots.put(frame(5, base=(4, 2)))
+    put(slots, frame(4, base=(3, 2)))
+    put(slots, frame(5, base=(4, 2)))
     slots.discard(2, above=4)
     slots.fence(2)
-    slots.put(frame(5, epoch=2, base=(4, 2), num_bytes=80))
-    slots.put(frame(5, epoch=3, base=(4, 2), num_bytes=96))
+    put(slots, frame(5, epoch=2, base=(4, 2), num_bytes=80))
+    put(slots, frame(5, epoch=3, base=(4, 2), num_bytes=96))
     assert steps(slots, 3) == [(0, 4), (0, 5)]
     assert slots.get(0, (5, 2)).size == HEADER_BYTES + 8 + 96
 
 
 def test_the_same_bytes_in_a_new_epoch_are_kept_once_and_take_the_epoch() -> None:
     slots = Slots("r", "h", LIMIT)
-    slots.put(frame(4))
+    put(slots, frame(4))
+    put(slots, frame(4, epoch=2, base=(4, 2)))
+    assert [(held.step, held.epoch) for held in slots.fence(2)] == [(4, 2)]
     used = slots.used_bytes
-    slots.put(frame(4, epoch=2, base=(4, 2)))
+    put(slots, frame(5, epoch=2, base=(4, 2)))
     assert slots.used_bytes == used
-    assert [held.epoch for held in slots.fence(2)] == [2]
+    assert steps(slots, 2) == [(0, 4), (0, 5)]
 
 
 def test_a_fence_refuses_everything_older() -> None:
     slots = Slots("r", "h", LIMIT)
-    slots.put(frame(1))
-    assert slots.fence(3) == [Held(0, 2, 1, 1, read(frame(1), "r", LIMIT).sha256)]
+    put(slots, frame(1))
+    assert slots.fence(3) == [Held(0, 2, 1, 1, read(frame(1), "r", LIMIT).digest)]
     for call in (
-        lambda: slots.put(frame(2, epoch=2)),
+        lambda: put(slots, frame(2, epoch=2)),
         lambda: slots.fence(2),
         lambda: slots.discard(2, 0),
         lambda: slots.clear(2),
@@ -85,24 +96,24 @@ def test_a_fence_refuses_everything_older() -> None:
 
 def test_the_memory_limit_is_held_and_what_was_kept_stays() -> None:
     slots = Slots("r", "h", 2_000)
-    slots.put(frame(1, num_bytes=1_000))
+    put(slots, frame(1, num_bytes=1_000))
     with pytest.raises(MemoryExhausted, match="its limit is 2000"):
-        slots.put(frame(2, base=(1, 2), num_bytes=1_000))
+        put(slots, frame(2, base=(1, 2), num_bytes=1_000))
     with pytest.raises(WireFormatError, match="2000 are allowed"):
-        slots.put(frame(2, base=(1, 2), num_bytes=3_000))
+        put(slots, frame(2, base=(1, 2), num_bytes=3_000))
     assert steps(slots, 1) == [(0, 1)]
     assert slots.used_bytes <= 2_000
 
 
 def test_shards_that_moved_elsewhere_are_forgotten() -> None:
     slots = Slots("r", "h", LIMIT)
-    slots.put(frame(1))
-    slots.put(frame(1, rank=1))
+    put(slots, frame(1))
+    put(slots, frame(1, rank=1))
     slots.retain(1, frozenset({1}), 2)
     assert steps(slots, 1) == [(1, 1)]
     slots.retain(1, frozenset({1}), 3)
     assert steps(slots, 1) == []
-    slots.put(frame(2))
+    put(slots, frame(2))
     slots.clear(2)
     assert steps(slots, 2) == []
 
@@ -188,6 +199,11 @@ class Training:
         self.position.consumed += 1
 
 
+def shard_of(training: Training, header: Frame) -> tuple[np.ndarray, Frame]:
+    data, frame_ = snapshot(header, training.own, training.replicated)
+    return data, seal(data, frame_)
+
+
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
 def test_a_restored_training_goes_on_bit_identically(num_shards: int) -> None:
     first = Training(1)
@@ -195,7 +211,7 @@ def test_a_restored_training_goes_on_bit_identically(num_shards: int) -> None:
     first.step()
     shards = []
     for rank in reversed(range(num_shards)):
-        data, sealed = snapshot(Frame("r", 1, rank, num_shards, 2, (0, 0), 0, 0, ""), first.own, first.replicated)
+        data, sealed = shard_of(first, Frame("r", 1, rank, num_shards, 2, (0, 0), 0, 0, ""))
         snapshot_of_first = data
         assert read(data, "r", LIMIT) == sealed
         shards.insert(0, parts(data, sealed))
@@ -203,9 +219,9 @@ def test_a_restored_training_goes_on_bit_identically(num_shards: int) -> None:
         first.step()
     second = Training(2)
     second.step()
-    restore(shards, num_shards - 1, second.own, second.replicated)
-    again = snapshot(Frame("r", 2, 0, num_shards, 2, (2, 1), 0, 0, ""), second.own, second.replicated)[1]
-    assert again.sha256 == read(snapshot_of_first, "r", LIMIT).sha256  # so ranks may restore at different times
+    restore(shards, num_shards - 1, num_shards, second.own, second.replicated)
+    again = shard_of(second, Frame("r", 2, 0, num_shards, 2, (2, 1), 0, 0, ""))[1]
+    assert again.digest == read(snapshot_of_first, "r", LIMIT).digest  # so ranks may restore at different times
     for _ in range(3):
         second.step()
     assert second.position.consumed == 5
@@ -214,12 +230,43 @@ def test_a_restored_training_goes_on_bit_identically(num_shards: int) -> None:
     assert torch.equal(*residuals)
 
 
+@pytest.mark.parametrize("new_size", [1, 3])
+def test_a_group_of_another_size_shares_out_residuals_experts_and_position(new_size: int) -> None:
+    old = [Training(1) for _ in range(2)]
+    layers = [expert_shards(rank, 2) for rank in range(2)]
+    whole = torch.arange(7, dtype=torch.float32)
+    shards = []
+    for rank, (training, experts) in enumerate(zip(old, layers, strict=True)):
+        torch.manual_seed(5)  # replicas
+        training.step()
+        training.feedback.residual([("weight", 18)]).update.fill_(rank + 1.0)
+        training.feedback.commit()
+        experts.experts.fill(0, whole)
+        header = Frame("r", 1, rank, 2, 1, (0, 0), 0, 0, "")
+        data, frame_ = snapshot(header, [*training.own, experts], training.replicated)
+        shards.append(parts(data, seal(data, frame_)))
+    for rank in range(new_size):
+        new, experts = Training(rank), expert_shards(rank, new_size)
+        restore(shards, rank if rank < 2 else None, new_size, [*new.own, experts], new.replicated)
+        assert torch.equal(new.model.weight, old[0].model.weight)
+        assert new.position.consumed == 1
+        assert new.feedback.residual([("weight", 18)]).value.tolist() == [1.5] * 18
+        cuts = experts.experts.cuts
+        assert experts.experts.master[0].tolist() == whole[cuts[rank] : cuts[rank + 1]].tolist()
+
+
+def expert_shards(rank: int, size: int) -> ExpertShards:
+    """Two experts of 7 values each."""
+    alone = SimpleNamespace(rank=rank, size=size)
+    return ExpertShards(ExpertState([torch.nn.Parameter(torch.zeros(1, 7))], 2, cast(Transport, alone), lr=0.1))
+
+
 def test_shards_that_do_not_fit_together_change_nothing() -> None:
     training = Training(1)
-    data, sealed = snapshot(Frame("r", 1, 0, 2, 2, (0, 0), 0, 0, ""), training.own, training.replicated)
+    data, sealed = shard_of(training, Frame("r", 1, 0, 2, 2, (0, 0), 0, 0, ""))
     before = training.model.weight.detach().clone()
     with pytest.raises(CheckpointError, match="1 shards do not make up one state"):
-        restore([parts(data, sealed)], 0, training.own, training.replicated)
+        restore([parts(data, sealed)], 0, 2, training.own, training.replicated)
     assert torch.equal(training.model.weight, before)
 
 
@@ -246,7 +293,7 @@ def test_the_journal_is_read_up_to_a_torn_line(tmp_path: Path) -> None:
 
 def test_a_shard_on_disk_verifies_and_carries_its_stamp(tmp_path: Path) -> None:
     training = Training(1)
-    data, sealed = snapshot(Frame("r", 3, 0, 1, 7, (0, 0), 0, 0, ""), training.own, training.replicated)
+    data, sealed = shard_of(training, Frame("r", 3, 0, 1, 7, (0, 0), 0, 0, ""))
     values, tensors = parts(data, sealed)
     folder = ShardFolder(tmp_path, 0, 1)
     folder.write(Stamp("r", 7, 3, 0, 1, ""), tensors, values)
@@ -255,5 +302,5 @@ def test_a_shard_on_disk_verifies_and_carries_its_stamp(tmp_path: Path) -> None:
     assert (manifest["stamp"]["epoch"], manifest["values"], read_back) == (3, values, tensors)
     before = training.model.weight.detach().clone()
     training.step()
-    restore([(manifest["values"], read_back)], 0, training.own, training.replicated)
+    restore([(manifest["values"], read_back)], 0, 1, training.own, training.replicated)
     assert torch.equal(training.model.weight, before)

@@ -1,5 +1,6 @@
 """A recoverable group on a real Ray: kills, lost memory, storage, fewer ranks and more again, and its own errors."""
 
+import itertools
 import os
 import signal
 import time
@@ -23,7 +24,7 @@ from actors.storage import Storage
 from actors.worker import WorkerContext
 from collectives.replicas import digest
 from placement.inventory import Seat
-from placement.recovery import Stage
+from placement.recovery import STAGES, Stage
 
 STEPS = 6
 
@@ -80,7 +81,7 @@ class Strike(NoProbe):
         if (phase, step, keeper.context.rank, keeper.assignment.attempt) == (Phase.COMPUTE, self.step, 1, 0):
             if self.holder:
                 time.sleep(1.0)  # the step before is committed and written
-                os.kill(ray.get(keeper.assignment.holders[0][1].sit.remote(), timeout=10), signal.SIGKILL)
+                os.kill(ray.get(keeper.assignment.holders[0].actor.sit.remote(), timeout=10), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -127,6 +128,22 @@ def test_a_group_survives_what_memory_or_storage_allows(
             group.run(Train(), timeout_s=60)
         pids = [member.pid for member in group.members]
     assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 15)
+
+
+def test_the_group_takes_every_transition_of_the_table_and_no_other(tmp_path: Path) -> None:
+    group = RecoverableGroup(2, journal=tmp_path / "journal.jsonl")
+    seen: list[Stage] = []
+    group._on_stage = seen.append
+    for before, after in itertools.product(Stage, Stage):
+        group.stage = before
+        if after in STAGES[before]:
+            group._go(after)
+            assert (group.stage, seen[-1]) == (after, after)
+        else:
+            with pytest.raises(GroupStateError, match=f"is {before} and cannot become {after}"):
+                group._go(after)
+            assert group.stage is before
+    assert len(seen) == sum(len(afters) for afters in STAGES.values())
 
 
 def test_an_error_of_the_function_is_raised_at_once(ray_cluster: Mapping[str, str], tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_faults_on_real_nodes_lose_nothing_and_leave_nothing(tmp_path: Path, see
     environment = {**os.environ, "HOME": str(tmp_path)}
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, "-m", "jobs.chaos", f"seeds={seeds}", "--out", str(tmp_path / "out")]
+    command.append(f"tracking.uri=sqlite:///{tmp_path}/mlflow.db")
     before = set(psutil.pids())
     job = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -15,7 +15,8 @@ from jobs.train import plan_of, show_ceiling, show_spread, workload_of
 from jobs.train_config import TrainConfig
 from jobs.workloads.gpt import EVALUATION_BYTES, Gpt, GptConfig, byte_corpus
 from zenray.config import load
-from zenray.engine import HOOKS, HookState, TrainPlan, Variant
+from zenray.engine import HOOKS, TrainPlan, Variant
+from zenray.engine_state import HookState
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = GptConfig(layers=1, width=32, heads=2, context=16)

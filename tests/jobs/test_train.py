@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from actors.journal import read_journal
 from collectives.errors import ConfigError
 from collectives.policy import SyncPolicy
 from jobs.job import Run
@@ -256,3 +257,66 @@ def test_links_are_refused_without_the_means_and_beside_another_cluster(monkeypa
     monkeypatch.setattr("jobs.train_cluster.unavailable_reason", lambda: None)
     assert shapes_links(config, lines.append)
     assert not shapes_links(load(TrainConfig, None, []), Run("train", Path(), {}).say)
+
+
+# --- a worker that is killed -----------------------------------------------------------------------------------------------
+
+LETHAL = """
+import os, signal, sys
+from pathlib import Path
+import jobs.train
+from jobs.workloads.stdlib_lm import StdlibLm
+
+mark, kill_at_call = Path(os.environ["MARK"]), int(os.environ["KILL_AT_CALL"])
+
+class Lethal(StdlibLm):
+    calls = 0
+
+    def batch(self, step, rank):
+        self.calls += (step, rank) == (7, 1)
+        if self.calls == kill_at_call and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().batch(step, rank)
+
+    def __reduce__(self):
+        return (Lethal, (self.config, self.batch_size, self.seed))
+
+jobs.train.workload_of = lambda config: Lethal(config.stdlib_lm, config.batch, config.seed)
+sys.exit(jobs.train.main())
+"""
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_a_killed_worker_costs_neither_the_job_nor_a_bit(train, ray_head, tmp_path, baseline):
+    """One variant: each update is kept. A comparison, struck in its second variant: whole rounds are, and none counts twice.
+
+    Ends with the bits and the losses of the undisturbed run, each step once, and a record of the recovery.
+    """
+    keys = [*SMALL, "ranks=2", "steps=10", "block_steps=4", "warmup_steps=2", "policy=column", f"baseline={baseline}"]
+    config = load(TrainConfig, None, keys)
+    log, calm = train(plan_of(config, tmp_path), workload_of(config))
+    env = {**os.environ, **ray_head, "PYTHONPATH": str(ROOT), "MARK": str(tmp_path / "mark")}
+    env["KILL_AT_CALL"] = "2" if baseline else "1"
+    done = subprocess.run(
+        [sys.executable, "-c", LETHAL, "--out", "out", *keys, "recovery.spares=1"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "mark").exists()
+    assert "recovered in" in done.stdout
+    metrics = json.loads((tmp_path / "out" / "result.json").read_text())["metrics"]
+    for name in log.variants:
+        assert metrics["variants"][name]["parameters_sha256"] == calm[0][name]["parameters_sha256"]
+    steps = pq.read_table(tmp_path / "out" / "steps.parquet").to_pylist()
+    for name in log.variants:
+        found = sorted((row["step"], row["loss"]) for row in steps if row["variant"] == name)
+        assert found == list(enumerate(log.losses(name)))
+    commits = {entry["commit"] for entry in read_journal(tmp_path / "out" / "journal.jsonl") if "commit" in entry}
+    assert sorted(commits) == list(range(4 if baseline else 11))
+    client, found = runs(tmp_path)
+    parent = found["train stdlib_lm"]
+    assert parent.data.metrics["recoveries"] == 1
+    assert parent.data.metrics["recovery/total_s"] > 0
+    assert "recoveries.json" in {item.path for item in client.list_artifacts(parent.info.run_id)}
+    assert {run.info.status for run in found.values()} == {"FINISHED"}

@@ -14,7 +14,7 @@ import pytest
 
 from actors.checkpoints import Slots
 from actors.errors import CheckpointError
-from actors.frames import HEADER_BYTES, Frame, parts, read, seal
+from actors.frames import HEADER_BYTES, Frame, digest_of, parts, read, seal
 from placement.recovery import CommitLedger, EpochStart, Fallback, Restore, assign_holders, choose
 from placement.replicas import Host
 
@@ -32,6 +32,11 @@ def frame_of(rank: int, step: int, epoch: int, num_ranks: int, base: tuple[int, 
     data[HEADER_BYTES:] = np.frombuffer(payload, np.uint8)
     seal(data, Frame(RUN, epoch, rank, num_ranks, step, base, 8, len(payload) - 8, ""))
     return data
+
+
+def put(slots: Slots, data: np.ndarray) -> None:
+    """A frame arrives whole."""
+    slots.receive(data[:HEADER_BYTES], lambda out: np.copyto(out, data[HEADER_BYTES:]))
 
 
 @dataclass
@@ -116,12 +121,12 @@ class World:
             if self.chance.random() < 0.02:  # damaged on the way: refused, sent again
                 bad = data.copy()
                 bad[self.chance.randrange(bad.size)] ^= 1
-                with pytest.raises(Exception, match=r"damaged|frame|shard"):
-                    self.holders[host].put(bad)
+                with pytest.raises(Exception, match=r"damaged|frame|shard|epoch"):
+                    put(self.holders[host], bad)
                 self.flight.append(message)
                 return
             try:
-                self.holders[host].put(data)
+                put(self.holders[host], data)
             except CheckpointError:
                 assert epoch < self.epoch
                 return
@@ -132,8 +137,8 @@ class World:
             if rank.acks[step] == len(self.rules[number]):
                 self.flight.append(("kept", epoch, number, step))
         elif kind == "kept":
-            sha = hashlib.sha256(b"{}      " + state(number, step)).hexdigest()
-            if self.ledger.acknowledge(epoch, number, step, sha) is not None:
+            digest = digest_of(np.frombuffer(b"{}      " + state(number, step), np.uint8))
+            if self.ledger.acknowledge(epoch, number, step, digest) is not None:
                 self.committed, self.base = step, (step, self.num_ranks)
                 self.copies_of = {n: self.acknowledged[n, step] for n in range(self.num_ranks)}
                 self.flight += [("notice", epoch, n, step) for n in range(self.num_ranks)]

@@ -93,8 +93,11 @@ def test_every_key_of_the_train_job_is_a_decision():
         *("click_log", "click_log.cap", "click_log.width", "click_log.hidden", "click_log.exponent", "click_log.shift"),
         *("gpt", "gpt.layers", "gpt.width", "gpt.heads", "gpt.context"),
         *("ranks", "steps", "warmup_steps", "block_steps", "batch", "optimizer", "lr", "seed", "policy", "dense_steps"),
+        *("scheme", "density", "error_feedback", "bucket_mib"),
         *("link", "link_required", "baseline", "baseline_seeds", "rivals"),
         *("checkpoint", "checkpoint.folder", "checkpoint.every_steps", "checkpoint.keep", "checkpoint.resume"),
+        *("recovery", "recovery.copies", "recovery.spares", "recovery.heartbeat_s", "recovery.max_recoveries"),
+        *("recovery.memory_mib", "recovery.min_ranks"),
         *("tracking", "tracking.uri", "tracking.project", "timeout_s"),
     ]
 
