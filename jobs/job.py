@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from rich.table import Table
 
 from collectives.errors import ConfigError, ZenrayError
 from zenray.config import Section, load
-from zenray.environment import environment
+from zenray.environment import DIGEST_VARIABLE, code_digest, environment
 
 C = TypeVar("C", bound=Section)
 
@@ -86,6 +87,8 @@ def run_job(
     except (ConfigError, OSError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
+    if DIGEST_VARIABLE in os.environ:
+        run.say(code_line(os.environ[DIGEST_VARIABLE], code_digest(Path.cwd())))
     try:
         metrics = body(config, run)
     except ConfigError as error:
@@ -97,6 +100,13 @@ def run_job(
     write_result(run, config, metrics)
     run.say(f"result: {run.out / 'result.json'}")
     return 0
+
+
+def code_line(submitted: str, here: str) -> str:
+    """What the log of a submitted job says about its code."""
+    if here == submitted:
+        return f"code {here[:12]}, as submitted"
+    return f"event: code {here[:12]} runs here, {submitted[:12]} was submitted"
 
 
 def parse_command(

@@ -1,6 +1,7 @@
-"""`zenray plan | submit | status | cancel`: a model and a batch in, cards out. Also `python -m zenray`."""
+"""`zenray doctor | plan | submit | status | cancel`: a model and a batch in, cards out. Also `python -m zenray`."""
 
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -50,22 +51,57 @@ def plan(
 
 
 @app.command()
-def submit(file: File, overrides: Overrides = None) -> None:
-    """Queue a job that names no card; with `entrypoint` run it as a plain Ray job and exit as it ended."""
+def submit(
+    file: File,
+    overrides: Overrides = None,
+    address: Annotated[str | None, typer.Option(help="Of the jobs API, http://HOST:8265; else RAY_ADDRESS.")] = None,
+    kuberay: Annotated[
+        Path | None, typer.Option(help="Write a RayJob for Kubernetes there, and submit nothing.")
+    ] = None,
+) -> None:
+    """Queue a job that names no card; with `entrypoint` check it, run it as a plain Ray job, and exit as it ended.
+
+    0 succeeded, 1 failed, 130 stopped, 124 a deadline passed, 2 wrong input.
+    """
     from zenray.config import load
     from zenray.job_config import JobConfig, request_of
 
     config = load(JobConfig, file, overrides or [])
+    if kuberay is not None:
+        from zenray.kuberay import manifest
+
+        kuberay.write_text(manifest(config), encoding="utf-8")
+        typer.echo(f"RayJob: {kuberay}")
+        return
     if config.entrypoint is not None:
-        from ray.job_submission import JobSubmissionClient
+        from zenray.head import connect_head
+        from zenray.submission import submit_entrypoint
 
-        from zenray.submission import run_entrypoint
-
-        raise typer.Exit(run_entrypoint(config, JobSubmissionClient(), typer.echo))
+        raise typer.Exit(submit_entrypoint(config, connect_head(address), typer.echo))
     from zenray.queue_client import connected
 
     with connected() as queue:
         typer.echo(f"{queue.submit(request_of(config))} submitted; follow it with: zenray status {config.name}")
+
+
+@app.command()
+def doctor(
+    address: Annotated[str | None, typer.Option(help="Of the jobs API of a cluster, http://HOST:8265.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
+) -> None:
+    """Say what is wrong with this machine, and with a cluster, and how to mend it; exit 1 if something is broken."""
+    from dataclasses import asdict
+
+    from zenray.doctor import examine
+    from zenray.findings import is_broken
+
+    findings = examine(address)
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        for finding in findings:
+            typer.echo(str(finding))
+    raise typer.Exit(1 if is_broken(findings) else 0)
 
 
 @app.command()

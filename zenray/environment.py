@@ -1,18 +1,23 @@
-"""What a reader must know to compare two results, and how busy this node is."""
+"""What a reader must know to compare two results, code included, and how busy this node is."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 MIB = 1 << 20
+CODE_SUFFIXES = (".py", ".cu")
+DIGEST_VARIABLE = "ZENRAY_CODE_SHA256"
+"""Environment variable by which a submission tells the job which code it was given."""
 
 
 def environment() -> dict[str, Any]:
@@ -30,8 +35,28 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_1min": round(os.getloadavg()[0], 2),
         "packages": packages,
+        "code_sha256": code_digest(Path(__file__).resolve().parents[1]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def code_digest(folder: Path, names: Sequence[str] | None = None) -> str:
+    """sha256 over the names and contents of the source files; names None: all below `folder`, hidden folders apart.
+
+    Equal before the upload and inside the job, also when the job has written results beside its code.
+    """
+    if names is None:
+        names = [str(path.relative_to(folder)) for path in _sources(folder)]
+    digest = hashlib.sha256()
+    for name in sorted(name for name in names if name.endswith(CODE_SUFFIXES)):
+        digest.update(f"{name}\0{hashlib.sha256((folder / name).read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in ("venv", "__pycache__")]
+        yield from (Path(root) / name for name in files if name.endswith(CODE_SUFFIXES))
 
 
 def node_metrics() -> dict[str, float]:

@@ -17,7 +17,6 @@ from placement.shapes import Layout, ModelShape, Setup
 from zenray.__main__ import ROOMS, app, check_rooms, main
 from zenray.job_config import JobConfig, PlanConfig, load_job_or_plan
 from zenray.plan_report import PARTS, plan_rows, size_text
-from zenray.submission import DEADLINE_CODE, run_entrypoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ModelShape(layers=4, hidden=256, heads=4, seq=512, vocab=1000, learned_positions=512)
@@ -130,49 +129,6 @@ def test_predict_memory_takes_a_shape_a_configuration_and_a_module(tmp_path: Pat
         zenray.predict_memory(module, 8, 64, data=2)
     with pytest.raises(ConfigError, match=r"no\.json"):
         zenray.predict_memory(tmp_path / "no.json", 1, 1)
-
-
-# --- plain Ray jobs ---------------------------------------------------------------------------------------------------
-
-
-class Client:
-    """A jobs API that goes through `states`, one a question, and stays at the last."""
-
-    def __init__(self, *states: str):
-        self.states, self.stopped, self.submitted = list(states), False, {}
-
-    def submit_job(self, **arguments: Any) -> str:
-        self.submitted = arguments
-        return "raysubmit_1"
-
-    def get_job_status(self, job_id: str) -> str:
-        if self.stopped:
-            return "STOPPED"
-        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
-
-    def get_job_logs(self, job_id: str) -> str:
-        return "line one\nline two\n"
-
-    def stop_job(self, job_id: str) -> None:
-        self.stopped = True
-
-
-@pytest.mark.parametrize(("end", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("STOPPED", 130)])
-def test_the_exit_code_says_how_a_ray_job_ended(end: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zenray.submission.POLL_S", 0.0)
-    said: list[str] = []
-    client = Client("PENDING", "RUNNING", end)
-    config = JobConfig(name="a", entrypoint="python x.py", working_dir="here", env_vars={"A": "1"})
-    assert run_entrypoint(config, client, said.append) == code
-    assert said == ["raysubmit_1 submitted", "line one", "line two", f"raysubmit_1 {end}"]
-    assert client.submitted["runtime_env"] == {"working_dir": "here", "env_vars": {"A": "1"}}
-
-
-def test_a_ray_job_past_its_deadline_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zenray.submission.POLL_S", 0.0)
-    client = Client("RUNNING")
-    assert run_entrypoint(JobConfig(entrypoint="x", deadline_s=1e-6), client, lambda line: None) == DEADLINE_CODE
-    assert client.stopped
 
 
 # --- the command itself -----------------------------------------------------------------------------------------------

@@ -1,0 +1,105 @@
+"""What the head of a cluster says about itself over the address of the jobs API."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import requests
+from ray.job_submission import JobSubmissionClient
+
+from collectives.errors import ConfigError, ZenrayError
+from placement.inventory import Inventory, Node
+
+REQUEST_S = 10.0
+
+
+class HeadUnreachable(ZenrayError):
+    """No Ray head answers, or it refuses this user."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """ahead_s: the head's clock minus ours. is_open: it answers without a token."""
+
+    address: str
+    ray_version: str
+    python_version: str
+    inventory: Inventory
+    is_healthy: bool
+    is_open: bool
+    ahead_s: float
+
+
+def check_address(address: str) -> None:
+    """Raises ConfigError for Ray Client, which breaks on other versions and when it reconnects."""
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"{address} is Ray Client, which breaks on other versions of Ray or Python and when it reconnects. Submit a job "
+            f"instead: ray job submit --address http://HEAD:8265 --working-dir . -- python -m jobs.NAME ..., or give zenray "
+            f"that address"
+        )
+
+
+def connect_head(address: str | None) -> Any:
+    """A JobSubmissionClient; None: the cluster of RAY_API_SERVER_ADDRESS or RAY_ADDRESS, else the one on this host.
+
+    Raises HeadUnreachable, or ConfigError for an address of Ray Client.
+    """
+    named = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "this host"
+    check_address(named)
+    try:
+        return JobSubmissionClient(address)
+    except Exception as error:  # Ray raises bare RuntimeErrors, ConnectionErrors, and its own AuthenticationError
+        text = " ".join(str(error).split())
+        if "uthenticat" in type(error).__name__ + text or "401" in text:
+            raise HeadUnreachable(
+                f"the Ray head of {named} refuses this user: {text[:300]}. Give the token of the cluster in RAY_AUTH_TOKEN, "
+                f"or its file in RAY_AUTH_TOKEN_PATH, and set RAY_AUTH_MODE=token"
+            ) from None
+        raise HeadUnreachable(
+            f"no Ray head answers at {named}: {text[:300]}. Start one (ray start --head), or give the address of its "
+            f"dashboard, http://HOST:8265, in RAY_ADDRESS"
+        ) from None
+
+
+def read_head(client: Any) -> Head:
+    """Ask the head. Raises HeadUnreachable."""
+    try:
+        before = time.time()
+        version = client._do_request("GET", "/api/version", timeout=REQUEST_S)
+        ours = (before + time.time()) / 2
+        metadata = client._do_request("GET", "/api/v0/cluster_metadata", timeout=REQUEST_S).json()["data"]
+        nodes = client._do_request("GET", "/api/v0/nodes?detail=1", timeout=REQUEST_S).json()["data"]["result"][
+            "result"
+        ]
+        healthy = client._do_request("GET", "/api/gcs_healthz", timeout=REQUEST_S)
+        address = client.get_address()
+        open_answer = requests.get(f"{address}/api/jobs/", timeout=REQUEST_S)
+    except (requests.RequestException, RuntimeError, KeyError, ValueError) as error:
+        raise HeadUnreachable(
+            f"the Ray head stopped answering: {type(error).__name__}: {str(error)[:300]}. Look into its dashboard.log"
+        ) from None
+    return Head(
+        address=address,
+        ray_version=version.json()["ray_version"],
+        python_version=metadata.get("pythonVersion", "unknown"),
+        inventory=Inventory(tuple(_node(row) for row in nodes if row["state"] == "ALIVE")),
+        is_healthy=healthy.status_code == 200,
+        is_open=open_answer.status_code == 200,
+        ahead_s=_server_time(version.headers) - ours,
+    )
+
+
+def _node(row: Mapping[str, Any]) -> Node:
+    total = row["resources_total"]
+    return Node(row["node_id"], row["node_ip"], total, total, row.get("labels") or {})
+
+
+def _server_time(headers: Mapping[str, str]) -> float:
+    """The Date of an answer has whole seconds; half a second more is nearest on average."""
+    return parsedate_to_datetime(headers["Date"]).timestamp() + 0.5
