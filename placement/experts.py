@@ -1,8 +1,7 @@
-"""Which rank hosts which expert: static, SYMI, EPLB, LLEP, window-fill, and our default, `robust`.
+"""Which rank hosts which expert: window-fill, our default `robust`, and the registry of all rules.
 
-Pure functions of integer counts; ties go to the lowest index, so all ranks compute the same plan. Sources: SYMI
-(arXiv 2504.19925), EPLB (DeepSeek, open-source expert-parallel load balancer), LLEP (least-loaded expert parallelism);
-window-fill and robust are ours, inspired by LRMoE's aim of moving experts instead of dropping tokens.
+Pure functions of integer counts; ties go to the lowest index, so all ranks compute the same plan. Window-fill and robust
+are ours, inspired by LRMoE's aim of moving experts instead of dropping tokens; `expert_baselines` holds published rules.
 """
 
 from __future__ import annotations
@@ -18,21 +17,8 @@ from scipy.optimize import linear_sum_assignment
 
 from collectives.errors import ConfigError
 from placement.errors import PlacementError
-from placement.split import Int, Ranks, SlotMap, even_split, exact_split, hosted
-
-EMPTY = np.int32(-1)
-
-
-@dataclass(frozen=True)
-class Split:
-    """What each rank computes in one micro-batch."""
-
-    pairs: Int
-    """int64 [N, E]: pairs of expert e computed on rank n."""
-    dropped: Int
-    """int64 [E]: pairs that nobody computes (only with a capacity limit)."""
-    weight_sends: int
-    """Expert weights sent for this micro-batch only (LLEP)."""
+from placement.expert_baselines import eplb_hosts, llep_split, native_hosts, static_hosts, symi_hosts
+from placement.split import Int, Ranks, SlotMap, Split, empty_slots, even_split, exact_split, hosted, require_slots
 
 
 class PlacementPolicy(Protocol):
@@ -47,125 +33,6 @@ class PlacementPolicy(Protocol):
 
     def split(self, slots: SlotMap, w: Int, ranks: Ranks) -> Split:
         """w: this micro-batch's exact int64 [E]."""
-
-
-# --- the baselines ----------------------------------------------------------------------------------------------------
-
-
-def static_hosts(num_experts: int, ranks: Ranks) -> SlotMap:
-    """Slots count through the experts, again and again: rank n of equal ranks hosts n*s .. n*s+s-1 modulo E."""
-    _require_slots(num_experts, ranks)
-    return _fill(np.arange(ranks.num_slots) % num_experts, ranks)
-
-
-def symi_counts(popularity: Int, num_slots: int) -> Int:
-    """Instances of each expert, proportional to the last step's popularity, at least one each (SYMI, algorithm 1).
-
-    Guards that the paper leaves out: no popularity at all means equal counts; more experts than slots raises.
-    """
-    num_experts = len(popularity)
-    if num_experts > num_slots:
-        raise PlacementError(f"{num_experts} experts need as many slots; there are {num_slots}")
-    total = int(popularity.sum())
-    share = popularity / total if total else np.full(num_experts, 1 / num_experts)
-    goal = share * num_slots
-    count = np.floor(np.maximum(goal, 1.0)).astype(np.int64)
-    excess = count - goal
-    while count.sum() > num_slots:
-        expert = int(excess.argmax())
-        excess[expert] -= 1  # also when the count stays at one, so that others get their turn
-        if count[expert] > 1:
-            count[expert] -= 1
-    while count.sum() < num_slots:
-        expert = int(excess.argmin())
-        count[expert] += 1
-        excess[expert] += 1
-    return count
-
-
-def symi_hosts(popularity: Int, ranks: Ranks) -> SlotMap:
-    """Instances in expert order, cut into ranks: replicas of one expert stay on neighbouring ranks (SYMI)."""
-    return _fill(np.repeat(np.arange(len(popularity)), symi_counts(popularity, ranks.num_slots)), ranks)
-
-
-def eplb_hosts(load: Int, ranks: Ranks, num_groups: int = 1, num_nodes: int = 1) -> SlotMap:
-    """EPLB's hierarchical rule: groups to nodes, replicas inside a node, instances to ranks, equally many each."""
-    num_experts, num_ranks = len(load), len(ranks)
-    _require_slots(num_experts, ranks)
-    if len(set(ranks.slots)) > 1:
-        raise ConfigError("EPLB needs the same number of slots on every rank; use robust for unequal ranks")
-    if num_groups % num_nodes or num_experts % num_groups or num_ranks % num_nodes:
-        num_groups, num_nodes = 1, 1
-    weight = load.astype(np.float32)
-    by_group = np.arange(num_experts).reshape(num_groups, -1)
-    node, place = _pack(weight.reshape(num_groups, -1).sum(1), num_nodes)
-    slots_per_node, ranks_per_node = ranks.num_slots // num_nodes, num_ranks // num_nodes
-    order = np.empty((num_ranks, ranks.slots[0]), np.int32)
-    for n in range(num_nodes):
-        groups = np.flatnonzero(node == n)[np.argsort(place[node == n], kind="stable")]
-        experts = by_group[groups].reshape(-1)
-        instances = list(range(len(experts)))
-        count = np.ones(len(experts), np.float32)
-        while len(instances) < slots_per_node:
-            most = int(np.argmax(weight[experts] / count))
-            instances.append(most)
-            count[most] += 1
-        share = (weight[experts] / count)[instances]
-        rank, slot = _pack(share, ranks_per_node)
-        order[n * ranks_per_node + rank, slot] = experts[instances]
-    return order
-
-
-def _pack(weight: NDArray[np.float32], num_packs: int) -> tuple[Int, Int]:
-    """Heaviest first onto the lightest pack that is not full; returns each item's pack and its place in it."""
-    if len(weight) == num_packs:
-        return np.arange(num_packs), np.zeros(num_packs, np.int64)
-    room = len(weight) // num_packs
-    total, used = np.zeros(num_packs, np.float32), np.zeros(num_packs, np.int64)
-    pack, place = np.empty(len(weight), np.int64), np.empty(len(weight), np.int64)
-    for item in np.argsort(-weight, kind="stable"):
-        lightest = int(np.argmin(np.where(used < room, total, np.inf)))
-        pack[item], place[item] = lightest, used[lightest]
-        total[lightest] += weight[item]
-        used[lightest] += 1
-    return pack, place
-
-
-def llep_split(w: Int, num_ranks: int, *, threshold: float = 1.3, slack: float = 1.0, min_chunk: int = 1024) -> Split:
-    """Least-loaded expert parallelism: spill what exceeds a rank's cap to the least loaded ranks, weights included.
-
-    Native layout: expert e on rank floor(e*N/E). Acts only when the native max/mean exceeds `threshold`; the cap is
-    slack * floor(W/N); chunks below `min_chunk` pairs are not opened unless they finish the expert.
-    """
-    num_experts, total = len(w), int(w.sum())
-    native = np.arange(num_experts) * num_ranks // num_experts
-    x = np.zeros((num_ranks, num_experts), np.int64)
-    pending = np.bincount(native, weights=w, minlength=num_ranks).astype(np.int64)
-    if total == 0 or pending.max() * num_ranks <= threshold * total:
-        x[native, np.arange(num_experts)] = w
-        return Split(x, np.zeros(num_experts, np.int64), 0)
-    cap = int(slack * (total // num_ranks))
-    assigned, sends = np.zeros(num_ranks, np.int64), 0
-    for expert in np.argsort(-w, kind="stable"):
-        home, left = native[expert], int(w[expert])
-        pending[home] -= left
-        amount = min(left, max(0, cap - int(assigned[home] + pending[home])))
-        x[home, expert] += amount
-        assigned[home] += amount
-        left -= amount
-        while left:
-            busy = assigned + pending
-            for rank in np.argsort(busy, kind="stable"):
-                amount = min(left, cap - int(busy[rank]))
-                if amount > 0 and (amount >= min_chunk or amount == left):
-                    break
-            else:  # nobody has room for a chunk worth opening
-                rank, amount = int(np.argmin(busy)), left
-            sends += int(rank != home and x[rank, expert] == 0)
-            x[rank, expert] += amount
-            assigned[rank] += amount
-            left -= amount
-    return Split(x, np.zeros(num_experts, np.int64), sends)
 
 
 # --- ours -------------------------------------------------------------------------------------------------------------
@@ -298,7 +165,7 @@ def spread_hosts(w: Int, ranks: Ranks, unreplicated: Int | None = None) -> SlotM
 
     `unreplicated` experts stay single.
     """
-    _require_slots(len(w), ranks)
+    require_slots(len(w), ranks)
     count = np.ones(len(w), np.int64)
     single = np.zeros(len(w), bool) if unreplicated is None else np.isin(np.arange(len(w)), unreplicated)
     for _ in range(ranks.num_slots - len(w)):
@@ -306,7 +173,7 @@ def spread_hosts(w: Int, ranks: Ranks, unreplicated: Int | None = None) -> SlotM
         if share.max() < 0:
             break
         count[int(share.argmax())] += 1
-    slots = _empty(ranks)
+    slots = empty_slots(ranks)
     cost = np.asarray(ranks.seconds_per_pair)
     busy, used = np.zeros(len(ranks)), np.zeros(len(ranks), np.int64)
     room, share = np.asarray(ranks.slots), w / count
@@ -328,7 +195,7 @@ def robust_hosts(w: Int, ranks: Ranks) -> SlotMap:
     Window-fill if there are slots enough and to spare; otherwise the spread rule, improved by swaps on the exact split
     (small problems from several starts: with one spare slot, which expert gets it decides).
     """
-    _require_slots(len(w), ranks)
+    require_slots(len(w), ranks)
     num_ranks, per_rank = len(ranks), ranks.slots[0]
     equal = len(set(ranks.slots)) == 1 and len(set(ranks.seconds_per_pair)) == 1
     perfect = equal and ranks.num_slots >= len(w) + num_ranks - 1
@@ -491,20 +358,6 @@ def _llep(slots: SlotMap, w: Int, ranks: Ranks) -> Split:
     return llep_split(w, len(ranks))
 
 
-def _native_hosts(counts: Int, ranks: Ranks) -> SlotMap:
-    """LLEP's layout: expert e on rank floor(e*N/E)."""
-    num_experts = counts.shape[1]
-    _require_slots(num_experts, ranks)
-    native = np.arange(num_experts) * len(ranks) // num_experts
-    slots = _empty(ranks)
-    for expert, rank in enumerate(native):
-        free = np.flatnonzero(slots[rank] == EMPTY)
-        if not len(free) or free[0] >= ranks.slots[rank]:
-            raise PlacementError(f"rank {rank} has {ranks.slots[rank]} slots, too few for its native experts")
-        slots[rank, free[0]] = expert
-    return slots
-
-
 POLICIES: dict[str, PlacementPolicy] = {
     rule.name: rule
     for rule in (
@@ -514,27 +367,6 @@ POLICIES: dict[str, PlacementPolicy] = {
         Rule("eplb", lambda counts, ranks: eplb_hosts(counts[-1], ranks), _even),
         Rule("window_fill", lambda c, r: _filled(window_fill(c[-1], len(r), min(r.slots))[1], c[-1], r), _exact),
         Rule("robust", lambda counts, ranks: robust_hosts(counts[-1], ranks), _exact),
-        Rule("llep", _native_hosts, _llep),
+        Rule("llep", lambda counts, ranks: native_hosts(counts.shape[1], ranks), _llep),
     )
 }
-
-
-def _require_slots(num_experts: int, ranks: Ranks) -> None:
-    if num_experts > ranks.num_slots:
-        raise PlacementError(
-            f"{num_experts} experts do not fit into {ranks.num_slots} slots on {len(ranks)} ranks: add ranks or slots"
-        )
-
-
-def _empty(ranks: Ranks) -> SlotMap:
-    return np.full((len(ranks), max(ranks.slots)), EMPTY, np.int32)
-
-
-def _fill(instances: Int, ranks: Ranks) -> SlotMap:
-    """Lay instances out rank by rank."""
-    slots = _empty(ranks)
-    start = 0
-    for rank, room in enumerate(ranks.slots):
-        slots[rank, :room] = instances[start : start + room]
-        start += room
-    return slots

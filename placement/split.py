@@ -20,6 +20,7 @@ from placement.errors import PlacementError
 Int = NDArray[np.int64]
 SlotMap = NDArray[np.int32]
 UNLIMITED = np.int64(1) << 62
+EMPTY = np.int32(-1)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,31 @@ class Ranks:
 
     def __len__(self) -> int:
         return len(self.slots)
+
+
+@dataclass(frozen=True)
+class Split:
+    """What each rank computes in one micro-batch."""
+
+    pairs: Int
+    """int64 [N, E]: pairs of expert e computed on rank n."""
+    dropped: Int
+    """int64 [E]: pairs that nobody computes (only with a capacity limit)."""
+    weight_sends: int
+    """Expert weights sent for this micro-batch only (LLEP)."""
+
+
+def require_slots(num_experts: int, ranks: Ranks) -> None:
+    """Raise PlacementError where experts outnumber slots."""
+    if num_experts > ranks.num_slots:
+        raise PlacementError(
+            f"{num_experts} experts do not fit into {ranks.num_slots} slots on {len(ranks)} ranks: add ranks or slots"
+        )
+
+
+def empty_slots(ranks: Ranks) -> SlotMap:
+    """No expert anywhere, int32 [N, s]."""
+    return np.full((len(ranks), max(ranks.slots)), EMPTY, np.int32)
 
 
 def hosted(slots: SlotMap, num_experts: int) -> NDArray[np.bool_]:

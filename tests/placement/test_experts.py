@@ -8,18 +8,8 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from collectives.errors import ConfigError
 from placement.errors import PlacementError
-from placement.experts import (
-    POLICIES,
-    eplb_hosts,
-    llep_split,
-    num_moves,
-    relabel,
-    robust_hosts,
-    spread_hosts,
-    symi_counts,
-    symi_hosts,
-    window_fill,
-)
+from placement.expert_baselines import eplb_hosts, llep_split, symi_counts, symi_hosts
+from placement.experts import POLICIES, num_moves, relabel, robust_hosts, spread_hosts, window_fill
 from placement.split import Ranks, even_split, exact_split, hosted, token_map
 
 
