@@ -224,8 +224,9 @@ def conclude(
         if reference is not None:
             trial.gains = {
                 "speedup": reference.last["time_to_loss_s"] / trial.last["time_to_loss_s"],
-                "bytes_ratio": reference.last["wire_bytes_per_step"] / max(trial.last["wire_bytes_per_step"], 1.0),
             }
+            if min(trial.last["wire_bytes_per_step"], reference.last["wire_bytes_per_step"]):
+                trial.gains["bytes_ratio"] = reference.last["wire_bytes_per_step"] / trial.last["wire_bytes_per_step"]
         if trial.number in records:
             records[trial.number].metrics(trial.gains, config.train.steps)
             records[trial.number].tags({"pareto": trial.number in front})
@@ -235,7 +236,9 @@ def conclude(
     policy.write_text(policy_text(config, best, journal), encoding="utf-8")
     plot_pareto(journal.trials, front, run.out / "pareto.png")
     trials = [
-        {key: value for key, value in vars(trial).items() if key != "reports"} | trial.last for trial in journal.trials
+        {"trial": trial.number, "settings": trial.name, "outcome": trial.outcome, **trial.gains, **trial.last}
+        | {"pareto": trial.number in front, "error": trial.error, "point": trial.point}
+        for trial in journal.trials
     ]
     record.document("trials.json", trials)
     for path in (policy, run.out / "pareto.png"):

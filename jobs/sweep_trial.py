@@ -121,9 +121,12 @@ class TrialRecorder(tune.Callback):  # type: ignore[misc]
         log, _ = self._running[trial.trial_id]
         figures = {name: float(result[name]) for name in FIGURES if name in result}
         self.journal.report(log, figures)
-        if figures["step"] > log.recorded_step:
-            metrics = {name: value for name, value in figures.items() if name not in ("step", "reached")}
-            self.records[log.number].metrics(metrics, int(figures["step"]))
+        names = [name for name in figures if name not in ("step", "reached")]
+        if "held_out_loss" in figures:  # the last report repeats the last block, and adds this
+            names = ["held_out_loss"]
+        elif figures["step"] <= log.recorded_step:
+            names = []
+        self.records[log.number].metrics({name: figures[name] for name in names}, int(figures["step"]))
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         log, context = self._running.pop(trial.trial_id)

@@ -30,7 +30,7 @@ MAX_CURVES = 12
 MAX_ROWS = 200
 MAX_ARTIFACT_BYTES = 8 << 20
 HEADLINES = {
-    "speedup": ("{:.2f}x", "the steps per second of stock DDP in the same run"),
+    "speedup": ("{:.2f}x", "as fast as the baseline measured in the same run"),
     "bytes_ratio": ("{:.1f}x", "fewer bytes sent per step"),
     "loss_gap": ("{:.1e}", "largest relative difference of the loss curves"),
     "best_score": ("{:.3f}", "score of the best trial, lower is better"),
@@ -192,8 +192,8 @@ def children_table(children: Sequence[Any]) -> str:
     plain = [key for key in metrics if "/" not in key]
     rows = [
         {"run": child.info.run_name, "status": child.info.status}
-        | {key: child.data.params.get(key, "") for key in differing if key != "variant"}
         | {key: child.data.metrics.get(key) for key in plain}
+        | {key: short(child.data.params.get(key, "")) for key in differing if key != "variant"}
         for child in children
     ]
     detailed = [key for key in metrics if "/" in key]
@@ -231,6 +231,14 @@ def cell(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}={cell(item)}" for key, item in value.items())
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def short(text: str) -> str:
+    """A param as it is, but numbers with four significant digits."""
+    try:
+        return text if text.lstrip("-").isdigit() else cell(float(text))
+    except ValueError:
+        return text
 
 
 def picture(name: str, png: bytes) -> str:
