@@ -9,7 +9,7 @@ import pytest
 from placement.inventory import Inventory, Node
 from zenray.environment import DIGEST_VARIABLE, code_digest
 from zenray.findings import Health
-from zenray.job_config import JobConfig
+from zenray.job_config import JobConfig, PlanConfig
 from zenray.package import package_of
 from zenray.planning import plan
 from zenray.preflight import check_clock, check_entrypoint, check_memory, check_resources, check_space, check_versions
@@ -126,7 +126,17 @@ def test_what_cannot_work_is_refused_before_the_upload(
     assert "hunter2" not in text
 
 
-def test_a_model_that_fits_no_card_is_refused_and_one_that_does_is_shown(folder: Path, fake_client: Make) -> None:
+def closed_form(job: JobConfig, cards: Any) -> Any:
+    """The planner without its trace, which takes seconds."""
+    own = {"model": job.model, "batch": job.batch, "seq": job.seq, "max_gpus": 1, "recompute": ["none"]}
+    return plan(PlanConfig.model_validate(own), cards)
+
+
+def test_a_model_that_fits_no_card_is_refused_and_one_that_does_is_shown(
+    folder: Path, fake_client: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zenray.submission.plan", closed_form)
+
     def node(mib: int) -> dict[str, Any]:
         total, labels = {"CPU": 4.0, "zenray_fake_gpu": 1.0}, {"zenray.io/fake-gpu-mib": str(mib)}
         return {"node_id": "a", "node_ip": "h", "state": "ALIVE", "resources_total": total, "labels": labels}
@@ -149,8 +159,8 @@ def test_checks_say_ok_too() -> None:
     assert "60.0 s behind" in check_clock(-60.0).seen
     assert [f.health for f in check_entrypoint("uv run main.py", {"A": "b"})] == [Health.OK]
     job = JobConfig.model_validate({"model": MODEL, "batch": 4, "seq": 32, "max_gpus": 1})
-    assert check_memory(plan(job, ["fake-1"]), ["fake-1"]).health is Health.BROKEN
-    assert "lacks" in check_memory(plan(job, ["fake-1"]), ["fake-1"]).fix
+    assert check_memory(closed_form(job, ["fake-1"]), ["fake-1"]).health is Health.BROKEN
+    assert "lacks" in check_memory(closed_form(job, ["fake-1"]), ["fake-1"]).fix
 
 
 def test_a_full_temporary_disk_is_seen_before_ray_fills_it(folder: Path) -> None:
