@@ -29,7 +29,8 @@ import psutil
 import ray
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from collectives.errors import ConfigError, ZenrayError
+from collectives.errors import ZenrayError
+from zenray.head import check_address
 
 if TYPE_CHECKING:
     from jobs.links import ShapedBed
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 OBJECT_STORE_BYTES = 200_000_000
 HEAD_PORT = 6399
+LOG_LIMITS = {"RAY_ROTATION_MAX_BYTES": str(32 << 20), "RAY_ROTATION_BACKUP_COUNT": "2"}
+"""For each log of a process; Ray keeps 3 GiB by default."""
 STAGGER_S = 1.0
 NODE_START_S = 30.0
 LEAVE_S = 3.0
@@ -65,11 +68,7 @@ def connect(
     num_cpus: CPUs that a started cluster declares (None: those of the host). num_nodes: wait until so many are alive.
     """
     address = os.environ.get("RAY_ADDRESS", "")
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"RAY_ADDRESS={address} is Ray Client, which breaks on version differences and reconnects. Submit the job "
-            f"instead: ray job submit --working-dir . -- python -m jobs.NAME ..."
-        )
+    check_address(address)
     with _joined(address) if address else _started(num_cpus, dashboard) as cluster:
         wait_for_nodes(num_nodes, timeout_s=timeout_s)
         yield cluster
@@ -109,6 +108,7 @@ def _started(num_cpus: int | None, dashboard: bool) -> Iterator[Cluster]:
     settings = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
+        **LOG_LIMITS,
         "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",

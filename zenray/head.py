@@ -40,7 +40,7 @@ def check_address(address: str) -> None:
     if address.startswith("ray://"):
         raise ConfigError(
             f"{address} is Ray Client, which breaks on other versions of Ray or Python and when it reconnects. Submit a job "
-            f"instead: ray job submit --address http://HEAD:8265 --working-dir . -- python -m jobs.NAME ..., or give zenray "
+            f"instead: ray job submit --working-dir . --address http://HEAD:8265 -- python -m jobs.NAME ..., or give zenray "
             f"that address"
         )
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import ray
 
-from collectives.errors import ConfigError, ZenrayError
+from collectives.errors import ZenrayError
+from zenray.head import check_address
 
 SCHEDULER_NAME = "zenray/scheduler"
 SCHEDULER_NAMESPACE = "zenray"
@@ -28,8 +29,7 @@ def connected() -> Iterator[QueueClient]:
     Raises QueueMissing, or ConfigError for an address of Ray Client.
     """
     address = os.environ.get("RAY_ADDRESS", "auto")
-    if address.startswith("ray://"):
-        raise ConfigError(f"RAY_ADDRESS={address} is Ray Client; give the address of the cluster itself, HOST:PORT")
+    check_address(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ray.exceptions.RaySystemError) as error:

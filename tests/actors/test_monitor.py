@@ -46,7 +46,7 @@ def test_two_steps_peak_where_the_trace_says() -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_full_card_raises_what_a_real_one_raises_and_we_say_more(where: str) -> None:
+def test_case_13_a_full_card_raises_what_a_real_one_raises_and_we_say_more(where: str) -> None:
     def overfill() -> None:
         with told_apart(3, LIMITS, [7, where]), FakeCard(2 * MIB):
             weight = torch.zeros(256, 1024, requires_grad=True)

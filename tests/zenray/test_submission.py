@@ -34,7 +34,7 @@ def run(folder: Path, client: Any, **keys: Any) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize(("end", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("STOPPED", 130)])
-def test_the_exit_code_says_how_a_job_ended(folder: Path, fake_client: Make, end: str, code: int) -> None:
+def test_case_05_the_exit_code_says_how_a_job_ended(folder: Path, fake_client: Make, end: str, code: int) -> None:
     client = fake_client("PENDING", "RUNNING", end, message="driver exited")
     found, said = run(folder, client)
     assert found == code
@@ -84,7 +84,9 @@ def test_a_job_that_fails_is_retried_as_often_as_asked(folder: Path, fake_client
         ),
     ],
 )
-def test_deadlines_stop_the_job(folder: Path, fake_client: Make, state: str, keys: dict[str, Any], words: str) -> None:
+def test_case_04_06_deadlines_stop_the_job_and_say_why_it_did_not_start(
+    folder: Path, fake_client: Make, state: str, keys: dict[str, Any], words: str
+) -> None:
     client = fake_client(state, message="waits for an environment")
     code, said = run(folder, client, **keys)
     assert code == DEADLINE_CODE
@@ -92,7 +94,7 @@ def test_deadlines_stop_the_job(folder: Path, fake_client: Make, state: str, key
     assert words in said[-1]
 
 
-def test_a_long_log_is_cut(folder: Path, fake_client: Make) -> None:
+def test_case_19_a_long_log_is_cut(folder: Path, fake_client: Make) -> None:
     client = fake_client("RUNNING", "SUCCEEDED")
     client.log = "x" * 99 + "\n"
     client.log *= 2 * MAX_LOG_CHARS // 100
@@ -112,7 +114,7 @@ def test_a_long_log_is_cut(folder: Path, fake_client: Make) -> None:
         ({}, {"python": "3.11.2"}, "3.11.2 on the cluster"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_upload(
+def test_case_04_06_39_what_cannot_work_is_refused_before_the_upload(
     folder: Path, fake_client: Make, keys: dict[str, Any], options: dict[str, Any], words: str
 ) -> None:
     client = fake_client(**options)
