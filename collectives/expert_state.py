@@ -145,6 +145,20 @@ class ExpertState:
                 table[expert] = whole[self.cuts[rank] : self.cuts[rank + 1]]
         self.step_count = int(states[0]["step"])
 
+    def load_own(self, state: Mapping[str, Tensor]) -> None:
+        """Load from the state_dict that this rank wrote in a group of this size. Raises CollectiveMismatch otherwise."""
+        tables = {"master": self.master, "momentum": self.momentum, "variance": self.variance}
+        for name, table in tables.items():
+            for expert in range(self.num_experts):
+                values = state.get(f"{expert}/{name}")
+                if values is None or values.shape != table[expert].shape:
+                    raise CollectiveMismatch(
+                        f"checkpoint has {None if values is None else len(values)} of {table.shape[1]} values of expert "
+                        f"{expert}'s {name} for this rank; load the shards of all ranks that wrote it"
+                    )
+                table[expert] = values
+        self.step_count = int(state["step"])
+
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensor.reshape(len(tensor), -1) for tensor in tensors], dim=1)
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from actors.expert_placement import PlanClient, client, start
+from actors.worker import WorkerContext
 from collectives.channel import Channel
 from collectives.expert_state import GRADIENTS, WEIGHTS
-from collectives.moe import COMBINE, DISPATCH, MoELayer, Routes
+from collectives.moe import COMBINE, DISPATCH, MoELayer, Routes, channels_for
 from collectives.policy import SyncPolicy
-from collectives.transport import LocalGroup, Transport
-from jobs.workloads.moe_lm import ExpertMlp, MoeLm
+from collectives.transport import LocalGroup, Transport, all_gather_records
+from jobs.workloads.moe_lm import ExpertMlp, MoeLm, MoeLmConfig
+from placement.split import Ranks
+from zenray.engine import Workload, check_equal_facts, interface_tx_bytes, probe_all_reduce
 from zenray.moe import ExpertBalancer, PlanSource, Sampler
 
 DENSE = "dense_gradients"
@@ -36,6 +43,8 @@ class MoeVariant:
     policy: str
     rho: float | Literal["auto"] = 1.0
     sampler: Sampler = "scored"
+    planner: Literal["local", "actor"] = "local"
+    """Who makes the plans: every rank from the last counts, or the planning actor."""
 
 
 @dataclass(frozen=True)
@@ -249,3 +258,68 @@ def measure_times(width: int, hidden: int, experts: int, top_k: int, tokens: int
     forward_s, full_s = time_layer(width, hidden, experts, top_k, tokens, 1.0)
     extra = [time_layer(width, hidden, experts, top_k, tokens, rho)[1] - full_s * rho for rho in (0.35, 0.5, 0.75)]
     return ExpertTimes(forward_s / pairs, full_s / pairs, max(0.0, sum(extra) / len(extra)) / pairs)
+
+
+def train_moe(plan: MoePlan, config: MoeLmConfig, context: WorkerContext) -> dict[str, Any]:
+    """Train all variants with all seeds on this rank. Reports: one "facts" record, then one "moe" record a block.
+
+    Returns the bytes that this rank sent to each other rank, and what its network device counted (None on loopback).
+    """
+    transport = context.transport
+    channels = channels_for(plan.codecs, transport) if plan.codecs.scheme != "off" else None
+    check_equal_facts(cast(Workload, MoeLm(config, plan.batch, plan.seeds[0], plan.steps)), context)
+    nodes = all_gather_records(transport, "metadata", [context.node_rank])[:, 0].tolist()
+    facts = {"kind": "facts", "probe": probe_all_reduce(), "nodes": nodes}
+    tokens = max(1, plan.batch * config.context // transport.size)
+    if transport.rank == 0:  # alone: the others wait at the barrier
+        with one_core():
+            times = measure_times(config.width, config.hidden, min(plan.slots, config.experts), config.top_k, tokens)
+        context.report(facts | {"times": asdict(times)})
+    all_gather_records(transport, "metadata", [0])
+    before, wire = transport.traffic.sent_bytes(), interface_tx_bytes()
+    for seed in plan.seeds:
+        workload = MoeLm(config, plan.batch, seed, plan.steps)
+        trainers = [
+            MoeTrainer(v, workload, plan, transport, channels=channels, source=source_of(v, seed, plan, context))
+            for v in plan.variants
+        ]
+        for steps in plan.blocks():
+            for trainer in trainers:
+                record = trainer.block(steps)
+                record["evaluations"] = {}
+                if steps.stop % plan.evaluate_every == 0 or steps.stop == plan.steps:
+                    record["evaluations"] = {str(steps.stop): trainer.evaluate()}
+                if transport.rank:
+                    record["steps"] = {key: record["steps"][key] for key in ("moe_s", "sent_bytes")}
+                context.report(record)
+    sent = sum(transport.traffic.sent.values(), np.zeros(transport.size, np.int64))
+    after = interface_tx_bytes()
+    return {
+        "sent_bytes": {"to": sent.tolist(), "all": transport.traffic.sent_bytes() - before},
+        "wire_bytes": None if wire is None or after is None else after - wire,
+    }
+
+
+def source_of(variant: MoeVariant, seed: int, plan: MoePlan, context: WorkerContext) -> PlanSource | None:
+    """The planning actor of one run of a variant, started by rank 0, or None."""
+    if variant.planner == "local":
+        return None
+    run_id = f"{context.run_id}-{variant.name}-{seed}"
+    own = start(run_id, variant.policy, Ranks.equal(context.size, plan.slots)) if context.rank == 0 else None
+    all_gather_records(context.transport, "metadata", [0])
+
+    def say(text: str) -> None:
+        context.report({"kind": "event", "text": text})
+
+    return PlanClient(own, say) if own is not None else client(run_id, say)
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Pin this thread to one of its cores for as long as the block lasts."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

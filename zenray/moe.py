@@ -201,6 +201,13 @@ class ExpertBalancer:
         finally:
             self.load, self.evaluating = load, False
 
+    def adopt(self, plan: ExpertPlan) -> None:
+        """Use this placement from now on and send the weights there; a collective call, between steps."""
+        self.book = PlanBook(plan, self.book.stale_limit)
+        for item, slots in zip(self.layers, plan.slots, strict=True):
+            item.slots = slots
+            item.state.push_weights(slots)
+
     # --- planning -----------------------------------------------------------------------------------------------------
 
     def _choose_hosts(self) -> None:

@@ -1,0 +1,195 @@
+"""What a comparison of expert policies came to: modelled and measured time to loss, and its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from jobs.moe_rank import ExpertTimes
+
+TARGETS = {"": 0.60, "_50": 0.50, "_75": 0.75}
+"""Suffix of a key: share of the full run's steps whose loss is the target."""
+DPI = 130
+
+
+class Curve:
+    """One policy with one seed: its steps, its evaluations, its seconds."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, list[Any]] = {}
+        self.moe_s: dict[int, float] = {}
+        """Measured, by step: of the slowest rank."""
+        self.sent_bytes: dict[int, float] = {}
+        """Of the busiest rank."""
+        self.evaluations: dict[int, float] = {}
+
+    def take(self, rank: int, report: Mapping[str, Any]) -> None:
+        """One block of one rank."""
+        first = int(report["first_step"])
+        for offset, (seconds, sent) in enumerate(
+            zip(report["steps"]["moe_s"], report["steps"]["sent_bytes"], strict=True)
+        ):
+            step = first + offset
+            self.moe_s[step] = max(self.moe_s.get(step, 0.0), seconds)
+            self.sent_bytes[step] = max(self.sent_bytes.get(step, 0.0), float(sum(sent.values())))
+        if rank == 0:
+            for key, values in report["steps"].items():
+                self.steps.setdefault(key, []).extend(values)
+            self.evaluations |= {int(step): loss for step, loss in report["evaluations"].items()}
+
+    def modelled_s(self, times: ExpertTimes, link_bits_per_s: float) -> np.ndarray:
+        """By step: sum over layers of tau_f max x + tau_b max K + selection, and the bytes over the link."""
+        seconds = []
+        for step, (pairs, kept) in enumerate(zip(self.steps["pairs"], self.steps["kept"], strict=True)):
+            hottest = sum(max(layer) for layer in pairs)
+            total = times.forward_s * hottest + times.backward_s * sum(max(layer) for layer in kept)
+            if self.steps["rho"][step] < 1:
+                total += times.selection_s * hottest
+            seconds.append(total + 8 * self.sent_bytes[step] / link_bits_per_s)
+        return np.array(seconds)
+
+    def measured_s(self) -> np.ndarray:
+        """By step: the slowest rank's seconds inside the expert layers."""
+        return np.array([self.moe_s[step] for step in sorted(self.moe_s)])
+
+    def loss_after(self, step: float) -> float:
+        """Held-out loss after `step` steps, between evaluations by interpolation."""
+        at = sorted(self.evaluations)
+        return float(np.interp(step, at, [self.evaluations[x] for x in at]))
+
+    def steps_to(self, target: float) -> float | None:
+        """Steps until the held-out loss first is at most `target`, by interpolation; None if never."""
+        before: tuple[float, float] | None = None
+        for step in sorted(self.evaluations):
+            loss = self.evaluations[step]
+            if loss <= target:
+                if before is None or before[1] <= loss:
+                    return float(step)
+                return before[0] + (step - before[0]) * (before[1] - target) / (before[1] - loss)
+            before = (float(step), loss)
+        return None
+
+    @property
+    def final_loss(self) -> float:
+        """At the last evaluation."""
+        return self.evaluations[max(self.evaluations)]
+
+
+def spent_until(seconds: np.ndarray, steps: float) -> float:
+    """Seconds of the first `steps` steps, the last one in part."""
+    return float(np.interp(steps, np.arange(len(seconds) + 1), np.concatenate([[0.0], np.cumsum(seconds)])))
+
+
+Curves = Mapping[tuple[str, int], Curve]
+
+
+def figures(
+    curves: Curves, policy: str, seeds: Sequence[int], reference: str, times: ExpertTimes, link: float
+) -> dict[str, Any]:
+    """The figures of one policy: medians over the seeds; a target that one seed misses is not reached."""
+    own = [curves[policy, seed] for seed in seeds]
+    found: dict[str, Any] = {
+        "final_eval_loss": median(curve.final_loss for curve in own),
+        "peak_expert_bytes": max(max(curve.steps["peak_bytes"]) for curve in own),
+        "imbalance_mean": float(np.mean([imbalance(curve.steps["pairs"]).mean() for curve in own])),
+        "retained_share_mean": float(np.mean([retained(curve).mean() for curve in own])),
+        "final_rho": median(curve.steps["rho"][-1] for curve in own),
+        "dropped_share": float(
+            np.mean([np.sum(curve.steps["dropped"]) / np.sum(curve.steps["counts"]) for curve in own])
+        ),
+    }
+    for suffix, share in TARGETS.items():
+        rows = []
+        for seed, curve in zip(seeds, own, strict=True):
+            full = curves[reference, seed]
+            target = full.loss_after(share * len(full.steps["loss"]))
+            steps = curve.steps_to(target)
+            if steps is not None:
+                rows.append(
+                    (spent_until(curve.modelled_s(times, link), steps), spent_until(curve.measured_s(), steps), steps)
+                )
+        reached = len(rows) == len(own)
+        found[f"reached{suffix}"] = reached
+        columns = list(zip(*rows, strict=True)) if rows else [(), (), ()]
+        for key, values in zip(("moe_time_to_loss_s", "moe_wall_to_loss_s", "steps_to_loss"), columns, strict=True):
+            found[f"{key}{suffix}"] = median(values) if reached else None
+            found[f"{key}{suffix}_range"] = [min(values), max(values)] if reached else None
+    return found
+
+
+def imbalance(pairs: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
+    """Hottest rank over the mean, by step, mean over layers. pairs: [steps][layers][N]."""
+    load = np.asarray(pairs, float)
+    return np.asarray((load.max(2) / np.maximum(load.mean(2), 1e-9)).mean(1))
+
+
+def retained(curve: Curve) -> np.ndarray:
+    """Share of the routed pairs whose gradient is computed, by step."""
+    kept, counts = np.asarray(curve.steps["kept"], float), np.asarray(curve.steps["counts"], float)
+    return np.asarray(kept.sum((1, 2)) / np.maximum(counts.sum((1, 2)), 1))
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def _panels(count: int) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(5.0 * count, 3.8), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = [figure.add_subplot(1, count, index + 1) for index in range(count)]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(True, alpha=0.25)
+    return figure, axes
+
+
+def plot_time_to_loss(
+    curves: Curves, policies: Sequence[str], seed: int, times: ExpertTimes, link: float, path: Path
+) -> None:
+    """Held-out loss against the time in the expert layers, modelled and measured, of one seed."""
+    figure, axes = _panels(2)
+    for policy in policies:
+        curve = curves[policy, seed]
+        at = sorted(curve.evaluations)
+        for axis, seconds in zip(axes, (curve.modelled_s(times, link), curve.measured_s()), strict=True):
+            axis.plot([spent_until(seconds, x) for x in at], [curve.evaluations[x] for x in at], label=policy)
+    for axis, title in zip(axes, ("Modelled, one core a rank", "Measured, cores shared"), strict=True):
+        axis.set(title=title, xlabel="seconds in expert layers", ylabel="held-out loss, nats per byte")
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+
+
+def plot_load(curves: Curves, policies: Sequence[str], seed: int, path: Path) -> None:
+    """How popular each expert of the first layer is over the steps, and what each rank computes under each policy."""
+    figure, axes = _panels(1 + len(policies))
+    counts = np.asarray(curves[policies[0], seed].steps["counts"], float)[:, 0]
+    axes[0].imshow((counts / counts.mean(1, keepdims=True)).T, aspect="auto", interpolation="nearest", vmin=0, vmax=4)
+    axes[0].set(title="Expert popularity over the mean", xlabel="step", ylabel="expert")
+    for axis, policy in zip(axes[1:], policies, strict=True):
+        load = np.asarray(curves[policy, seed].steps["pairs"], float)[:, 0]
+        mean = np.asarray(curves[policy, seed].steps["counts"], float)[:, 0].sum(1, keepdims=True) / load.shape[1]
+        image = axis.imshow((load / mean).T, aspect="auto", interpolation="nearest", vmin=0, vmax=2, cmap="magma")
+        axis.set(title=f"{policy}: rank load", xlabel="step", ylabel="rank")
+    figure.colorbar(image, ax=axes[-1], label="load / mean")
+    for axis in axes:
+        axis.grid(False)
+    figure.savefig(path)
+
+
+def plot_balance(curves: Curves, policies: Sequence[str], seed: int, path: Path) -> None:
+    """Imbalance and retained share over the steps."""
+    figure, (left, right) = _panels(2)
+    for policy in policies:
+        curve = curves[policy, seed]
+        left.plot(imbalance(curve.steps["pairs"]), label=policy, linewidth=1.2)
+        right.plot(retained(curve), label=policy, linewidth=1.2)
+    left.set(title="Hottest rank over the mean", xlabel="step", yscale="log")
+    right.set(title="Share of pairs in the backward", xlabel="step", ylim=(0, 1.05))
+    left.legend(frameon=False, fontsize=8)
+    figure.savefig(path)
