@@ -119,6 +119,8 @@ def train(config: TrainConfig, run: Run) -> dict[str, Any]:
         record.document("plan.json", asdict(plan) | {"facts": dict(workload.facts()), "cluster": asdict(cluster)})
         log, results = run_group(config, plan, workload, cluster, record, run)
         metrics = conclude(config, log, results, record, run)
+        if (kept := plan.checkpoint) is not None and kept.every_steps and not any("are off" in e for e in log.events):
+            record.checkpoint(kept.folder, plan.steps)
         recorder.flush(timeout_s=30.0)
         run.say(f"browse the record: {recorder.ui_command()}")
     return metrics | {"cluster": asdict(cluster), "all_reduce_probe": log.probe}
@@ -288,6 +290,8 @@ def conclude(
                 "speedup": comparison.speedup,
                 "bytes_ratio": comparison.bytes_ratio,
                 "loss_gap": comparison.loss_gap,
+                "steps_per_s": log.steps_per_s(SUBJECT),
+                "baseline_steps_per_s": log.steps_per_s(BASELINE),
                 **wire,
             }
         )

@@ -33,7 +33,7 @@ from collectives.policy import SyncPolicy
 from collectives.replicas import check_replicas, digest
 from collectives.transport import all_gather_records
 from zenray.engine_state import Copies, DiskCheckpoints, HookState
-from zenray.environment import node_metrics
+from zenray.environment import NodeLoad
 from zenray.step_metrics import StepMetrics
 from zenray.train import prepare_model
 
@@ -353,7 +353,7 @@ def train_all(plan: TrainPlan, trainers: list[Trainer], context: WorkerContext, 
     copies = Copies(keeper, each_update=len(trainers) == 1)
     copies.restore([*own, *trainers], replicated)
     rounds = plan.blocks(min(trainer.position.consumed - len(trainer.losses) for trainer in trainers))
-    first_number = len(plan.blocks(0)) - len(rounds)
+    first_number, load = len(plan.blocks(0)) - len(rounds), NodeLoad()
     for number, steps in enumerate(rounds, first_number):
         order = trainers if number % 2 == 0 else trainers[::-1]
         for trainer in order:
@@ -362,7 +362,7 @@ def train_all(plan: TrainPlan, trainers: list[Trainer], context: WorkerContext, 
             traffic = {key: record[key] for key in ("variant", "first_step", "sent_bytes", "wire_bytes", "warmup")}
             context.report(traffic | {"kind": "traffic", "num_steps": len(steps)})
             if context.local_rank == 0:
-                context.report({"kind": "node", "step": steps.stop, "figures": node_metrics()})
+                context.report({"kind": "node", "step": steps.stop, "figures": load.figures()})
             if context.rank == 0:
                 context.report(record)
         copies.after_round()

@@ -59,23 +59,30 @@ def _sources(folder: Path) -> Iterator[Path]:
         yield from (Path(root) / name for name in files if name.endswith(CODE_SUFFIXES))
 
 
-def node_metrics() -> dict[str, float]:
-    """Load of this node since the last call in this process, by the names under which MLflow's page of system metrics
-    looks for them; with the host's name in them, so that nodes of one run stay apart."""
-    memory, network, disk = psutil.virtual_memory(), psutil.net_io_counters(), psutil.disk_usage("/")
-    figures = {
-        "cpu_utilization_percentage": psutil.cpu_percent(),
-        "system_memory_usage_megabytes": memory.used / MIB,
-        "system_memory_usage_percentage": memory.percent,
-        "network_receive_megabytes": network.bytes_recv / MIB,
-        "network_transmit_megabytes": network.bytes_sent / MIB,
-        "disk_usage_percentage": disk.percent,
-    }
-    return {f"system/{_host()}/{name}": round(value, 2) for name, value in figures.items()}
+class NodeLoad:
+    """How busy this node is, by the names under which MLflow's page of system metrics looks for them, with the host in
+    them so that the nodes of one run stay apart. Network traffic counts from the making of this object."""
+
+    def __init__(self) -> None:
+        self._start = psutil.net_io_counters()
+        psutil.cpu_percent()  # each call answers for the time since the one before
+
+    def figures(self) -> dict[str, float]:
+        """Now; the CPU since the last call."""
+        memory, network = psutil.virtual_memory(), psutil.net_io_counters()
+        figures = {
+            "cpu_utilization_percentage": psutil.cpu_percent(),
+            "system_memory_usage_megabytes": memory.used / MIB,
+            "system_memory_usage_percentage": memory.percent,
+            "network_receive_megabytes": (network.bytes_recv - self._start.bytes_recv) / MIB,
+            "network_transmit_megabytes": (network.bytes_sent - self._start.bytes_sent) / MIB,
+            "disk_usage_percentage": psutil.disk_usage("/").percent,
+        }
+        return {f"system/{_host()}/{name}": round(value, 2) for name, value in figures.items()}
 
 
 def of_other_nodes(figures: Mapping[str, float]) -> dict[str, float]:
-    """Those of `node_metrics` that were not taken on this host, whose recorder takes its own."""
+    """Those of `NodeLoad` that were not taken on this host, whose recorder takes its own."""
     own = f"system/{_host()}/"
     return {name: value for name, value in figures.items() if not name.startswith(own)}
 

@@ -29,6 +29,11 @@ def _panels() -> tuple[Figure, list[Axes]]:
     return figure, axes
 
 
+def _short(value: float) -> str:
+    """Three digits, never in powers of ten where a reader would not."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def plot_losses(log: TrainingLog, path: Path) -> None:
     """Loss against training time and against steps: the gain, and the proof that it costs no accuracy."""
     figure, (by_time, by_step) = _panels()
@@ -52,12 +57,12 @@ def plot_bytes(log: TrainingLog, path: Path) -> None:
     sums = [sum(log.bytes_by_phase(variant).values()) / 1e6 for variant in log.variants]
     total.invert_yaxis()
     bars = total.barh(log.variants, sums, color=COLOURS[: len(sums)])
-    total.bar_label(bars, [f" {value:.3g} MB" for value in sums])
+    total.bar_label(bars, [f" {_short(value)} MB" for value in sums])
     total.set(title="Payload sent per step", xlabel="MB, busiest rank", xlim=(0, 1.25 * max(sums, default=1.0) or 1.0))
     by_phase = sorted(log.bytes_by_phase(log.variants[0]).items(), key=lambda item: item[1])
     by_phase = [(name, count) for name, count in by_phase if count]
     bars = phases.barh([name for name, _ in by_phase], [count / 1e3 for _, count in by_phase], color=COLOURS[0])
-    phases.bar_label(bars, [f" {count / 1e3:.3g} kB" for _, count in by_phase])
+    phases.bar_label(bars, [f" {_short(count / 1e3)} kB" for _, count in by_phase])
     largest = max((count / 1e3 for _, count in by_phase), default=1.0) or 1.0
     phases.set(title=f"{log.variants[0]}, by phase", xlabel="kB, busiest rank", xlim=(0, 1.3 * largest))
     for axis in (total, phases):
@@ -71,7 +76,7 @@ def plot_time(s_per_step: Mapping[str, float], reductions: Sequence[tuple[str, s
     names = list(s_per_step)
     values = [1e3 * s if math.isfinite(s) else 0.0 for s in s_per_step.values()]
     bars = steps.barh(names, values, color=[COLOURS[index % len(COLOURS)] for index in range(len(names))])
-    steps.bar_label(bars, [f" {value:.3g} ms" for value in values])
+    steps.bar_label(bars, [f" {_short(value)} ms" for value in values])
     steps.invert_yaxis()
     steps.set(title="Time of a step", xlabel="ms", xlim=(0, 1.25 * max(values, default=1.0) or 1.0))
     slowest = sorted(reductions, key=lambda row: -row[2])[:MAX_BARS]
@@ -80,9 +85,13 @@ def plot_time(s_per_step: Mapping[str, float], reductions: Sequence[tuple[str, s
     parts.barh([r + 0.2 for r in rows], [row[3] for row in slowest], 0.4, color=COLOURS[1], label="predicted")
     parts.set_yticks(rows, [f"{tensor[-28:]}\n{scheme}" for tensor, scheme, *_ in slowest], fontsize=8)
     parts.invert_yaxis()
-    parts.set(title="Reductions of gradients, the slowest first", xlabel="ms a step")
+    parts.set_title("Slowest reductions of gradients", loc="left")
+    parts.set_xlabel("ms a step")
     if slowest:
-        parts.legend(frameon=False, loc="lower right")
+        parts.legend(
+            frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, fontsize=9, borderaxespad=0.2
+        )
+        parts.set_ylim(max(len(slowest), 3) - 0.5, -0.5)
     for axis in (steps, parts):
         axis.grid(False, axis="y")
     figure.savefig(path)

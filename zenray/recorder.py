@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from collectives.errors import ZenrayError
-from zenray.environment import environment, node_metrics
+from zenray.environment import NodeLoad, environment
 from zenray.redact import redact, redact_text
 from zenray.spool import Spool, orphans
 from zenray.tracking import LONG_VALUE, Rejected, Store, StoreDown, TrackingError, entity_key, old_file_store
@@ -148,6 +148,11 @@ class RunRecord:
         """One file as artifact. It must stay where it is until the recorder is closed."""
         self._put("file", path=str(path.resolve()), folder=folder)
 
+    def checkpoint(self, folder: Path, step: int) -> None:
+        """A complete checkpoint on disk that outlives the run, as a logged model; it is not copied."""
+        tags = {"path": redact_text(str(folder)), "step": str(step)}
+        self._put("model", name=f"checkpoint-step-{step}", values=tags)
+
     @contextmanager
     def child(
         self,
@@ -190,7 +195,7 @@ class Recorder:
         self._open: dict[str, str] = {}
         """Runs that have not ended: name by key."""
         self._job: RunRecord | None = None
-        self._num_beats = 0
+        self._load, self._num_beats = NodeLoad(), 0
         self._closing = threading.Event()
         self._wake = threading.Condition()
         self.store = Store(uri or default_uri(), project)
@@ -363,7 +368,6 @@ class Recorder:
     def _write(self) -> None:
         pause_s, next_beat = 0.1, time.monotonic() + HEARTBEAT_S
         adopted = False
-        node_metrics()  # the load is that since the call before
         while not self._closing.is_set():
             try:
                 self.store.open()
@@ -390,7 +394,7 @@ class Recorder:
     def _note_load(self) -> None:
         if self._job is not None and self._job.key in self._open:
             self._num_beats += 1
-            self._job.metrics(node_metrics(), self._num_beats)
+            self._job.metrics(self._load.figures(), self._num_beats)
 
     def _send(self) -> None:
         while batch := self.spool.peek():

@@ -134,13 +134,13 @@ def render(page: RunPage) -> str:
         parts.append(section("Events", "<ul>" + "".join(f"<li>{esc(text)}</li>" for text in events) + "</ul>"))
     if page.children:
         parts.append(section("Variants and trials", children_table(page.children)))
-    pictures = [name for name in page.artifacts if name.endswith(".png")]
+    pictures = sorted((name for name in page.artifacts if name.endswith(".png")), key=place_of)
     figures = [picture(name, page.artifacts[name]) for name in pictures]
     if page.curves and "loss.png" not in pictures:
         figures.append(picture("loss by step", draw_curves(page.curves, "training loss", "step")))
-    if page.system:
-        short = {name.removeprefix("system/"): values for name, values in page.system.items() if "percentage" in name}
-        figures.append(picture("load of the nodes", draw_curves(short, "percent", "seconds since the start")))
+    loads = {name.removeprefix("system/"): values for name, values in page.system.items() if is_load(name, values)}
+    if loads:
+        figures.append(picture("load of the nodes", draw_curves(loads, "percent", "seconds since the start")))
     parts += [section("Pictures", "".join(figures))] if figures else []
     for name, heading in (("schemes.json", "How each gradient travelled"), ("trials.json", "All trials")):
         if name in page.artifacts:
@@ -161,6 +161,17 @@ def render(page: RunPage) -> str:
         parts.append(f"<p class='facts'>too large for this page: {esc(', '.join(page.left_out))}</p>")
     head = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>{esc(title)}</title>"
     return f"<!doctype html><html lang='en'><head>{head}<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+
+
+def place_of(name: str) -> tuple[int, str]:
+    """Pictures in the order in which people ask: did it pay, what was chosen, where did the time go; then the others."""
+    order = ("loss.png", "pareto.png", "bytes.png", "time.png")
+    return (order.index(name) if name in order else len(order), name)
+
+
+def is_load(name: str, values: Sequence[tuple[int, float]]) -> bool:
+    """Whether a metric of the system makes a line in the picture of loads."""
+    return name.endswith(("cpu_utilization_percentage", "system_memory_usage_percentage")) and len(values) > 1
 
 
 def facts(page: RunPage) -> str:

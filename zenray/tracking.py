@@ -251,6 +251,8 @@ class Store:
                 self.client.log_batch(run_id, tags=[RunTag(key, text) for key, text in record["values"].items()])
             case "text" | "file":
                 self._log_artifact(run_id, record)
+            case "model":
+                self._log_model(run_id, record)
             case "end":
                 self.client.set_terminated(run_id, record["status"], end_time=record["time"])
 
@@ -301,6 +303,15 @@ class Store:
         except Exception as error:
             self.artifact_error = error
             raise
+
+    def _log_model(self, run_id: str, record: Record) -> None:
+        """A kept checkpoint as MLflow's logged model: where it lies and what wrote it; its bytes stay there."""
+        own = f"source_run_id = '{run_id}' AND name = '{record['name']}'"
+        if not self.client.search_logged_models([str(self.experiment_id)], own):
+            model = self.client.create_logged_model(
+                str(self.experiment_id), record["name"], run_id, record["values"], model_type="checkpoint"
+            )
+            self.client.finalize_logged_model(model.model_id, "READY")
 
     def check_artifact(self, key: str, file: str) -> None:
         """Read a JSON artifact back. Raises TrackingError when the artifact store does not work for us."""

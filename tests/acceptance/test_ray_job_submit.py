@@ -1,0 +1,151 @@
+"""A real `ray start --head`, the demo through a real `ray job submit`, and what MLflow says of jobs that ended otherwise."""
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from zenray.recorder import Recorder
+from zenray.tracking import Store
+
+ROOT = Path(__file__).resolve().parents[2]
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
+DEMO = ["--config", "jobs/configs/demo.yaml", "steps=6", "warmup_steps=2", "block_steps=2", "batch=64"]
+SMALL = ["stdlib_lm.rows=8192", "stdlib_lm.width=16", "stdlib_lm.negatives=128"]
+RECORDED = """
+from zenray.recorder import Recorder
+import os, time
+with Recorder() as recorder, recorder.job("{name}", config={{}}, params={{}}):
+    recorder.flush(30.0)
+    {body}
+"""
+STOPPED = RECORDED.format(name="stopped", body="time.sleep(300)")
+CRASHED = RECORDED.format(name="crashed", body="raise RuntimeError('the cause')")
+KILLED = RECORDED.format(name="gone", body="os.kill(os.getpid(), 9)")
+
+
+@pytest.fixture
+def head(tmp_path):
+    """The environment in which `ray job submit` reaches a head of this test: own HOME, token, loopback."""
+    folder = Path(tempfile.mkdtemp(prefix="zr-", dir="/tmp"))  # paths of unix sockets end at 107 bytes
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("RAY_ADDRESS", None)
+    options = ["--port=0", f"--dashboard-port={port}", "--dashboard-host=127.0.0.1", "--node-ip-address=127.0.0.1"]
+    options += [f"--temp-dir={folder}/ray", "--num-cpus=4", "--object-store-memory=200000000", "--disable-usage-stats"]
+    with (folder / "head.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*RAY, "start", "--head", *options, "--block"],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            try:
+                request = urllib.request.Request(
+                    f"http://127.0.0.1:{port}/api/jobs/", headers={"Authorization": f"Bearer {token.read_text()}"}
+                )
+                urllib.request.urlopen(request, timeout=2).close()
+                break
+            except OSError:
+                assert process.poll() is None, (folder / "head.log").read_text()[-2000:]
+                time.sleep(0.2)
+        yield {**environment, "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{port}"}
+    finally:
+        started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        process.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(started, timeout=10)
+        for left in alive:
+            left.kill()
+        process.wait(10)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_case_05_08_20_the_demo_as_a_ray_job_and_jobs_that_end_otherwise(
+    head, store_uri, runs_of, tmp_path, wait_until
+):
+    variables = {"MLFLOW_TRACKING_URI": store_uri}
+    out = tmp_path / "it's a folder \u00fc"
+    runtime = ["--runtime-env-json", json.dumps({"env_vars": variables}), "--working-dir", str(ROOT)]
+    started = []
+    Store(store_uri, "zenray").open()
+
+    def submit(name, *entrypoint):
+        command = [*RAY, "job", "submit", "--submission-id", name, *runtime, "--", *entrypoint]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen(command, env=head, cwd=tmp_path, **pipes))
+        return started[-1]
+
+    def status(name):
+        done = subprocess.run([*RAY, "job", "status", name], env=head, capture_output=True, text=True, timeout=60)
+        return re.findall(r"\b(PENDING|RUNNING|SUCCEEDED|FAILED|STOPPED)\b", (done.stdout + done.stderr).upper())[-1]
+
+    def status_of_run(name):
+        run = runs_of(store_uri)[1].get(name)
+        return run and run.info.status
+
+    try:
+        demo = submit("demo", "python", "-m", "jobs.train", *DEMO, *SMALL, "--out", str(out))
+        stopped = submit("stopped", "python", "-c", STOPPED)
+        crashed = submit("crashed", "python", "-c", CRASHED)
+        gone = submit("gone", "python", "-c", KILLED)
+        assert wait_until(lambda: status_of_run("stopped") == "RUNNING", 120.0)
+        subprocess.run([*RAY, "job", "stop", "--no-wait", "stopped"], env=head, check=True, timeout=60)
+        assert wait_until(lambda: status_of_run("stopped") == "KILLED", 20.0)
+        outputs = {job: job.communicate(timeout=200)[0] for job in (demo, stopped, crashed, gone)}
+    finally:
+        for job in started:
+            if job.poll() is None:
+                job.kill()
+                job.communicate()
+
+    assert demo.returncode == 0, outputs[demo]
+    assert "links are not shaped" in outputs[demo]
+    assert "times as fast as ddp_dense" in outputs[demo]
+    assert "Job 'demo' succeeded" in outputs[demo]
+    assert (out / "result.json").exists()
+    assert crashed.returncode == 1, outputs[crashed]
+    assert gone.returncode == 1, outputs[gone]
+    assert stopped.returncode == 0, "why zenray submit exists: plain Ray calls a stopped job a success"
+    assert [status(name) for name in ("demo", "stopped", "crashed")] == ["SUCCEEDED", "STOPPED", "FAILED"]
+
+    with Recorder() as recorder, recorder.job("next start", config={}, params={}):
+        pass
+    client, runs = runs_of(store_uri)
+    assert {name: run.info.status for name, run in runs.items()} == {
+        **dict.fromkeys(("train stdlib_lm", "zenray", "ddp_dense", "next start"), "FINISHED"),
+        **{"stopped": "KILLED", "crashed": "FAILED", "gone": "FAILED"},
+    }
+    assert runs["crashed"].data.tags["zenray.ending"] == "RuntimeError: the cause"
+    parent = runs["train stdlib_lm"]
+    assert parent.data.metrics["speedup"] > 0
+    assert {"loss.png", "bytes.png", "time.png"} <= {item.path for item in client.list_artifacts(parent.info.run_id)}
+    for name in ("zenray", "ddp_dense"):
+        assert runs[name].data.tags["mlflow.parentRunId"] == parent.info.run_id
