@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from collectives.tensor_parallel import TensorParallel
     from collectives.zero import ShardedOptimizer
     from placement.errors import GangDoesNotFit, PlacementError
+    from zenray.head import HeadUnreachable
     from zenray.planning import plan, predict_memory
     from zenray.queue_client import QueueMissing
+    from zenray.submission import SubmissionRefused
     from zenray.tracking import TrackingError
     from zenray.train import explain, prepare_model, sparse_all_reduce
 
@@ -73,6 +75,8 @@ _HOMES = {
     "DataPosition": "actors.state",
     "ResidualState": "actors.state",
     "QueueMissing": "zenray.queue_client",
+    "HeadUnreachable": "zenray.head",
+    "SubmissionRefused": "zenray.submission",
     "TrackingError": "zenray.tracking",
 }
 """Where each public name lives; read at its first use."""
@@ -88,6 +92,7 @@ __all__ = [
     "GangDoesNotFit",
     "GradientError",
     "GroupStateError",
+    "HeadUnreachable",
     "HolderLost",
     "Keeper",
     "MemoryExhausted",
@@ -103,6 +108,7 @@ __all__ = [
     "ResidualState",
     "ShardedOptimizer",
     "Storage",
+    "SubmissionRefused",
     "SyncPolicy",
     "TensorParallel",
     "TrackingError",

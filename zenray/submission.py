@@ -15,13 +15,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from collectives.errors import ZenrayError
+from collectives.errors import ConfigError
 from placement.inventory import Inventory, gpu_nodes
 from placement.plans import PlanList
 from zenray import preflight
 from zenray.environment import DIGEST_VARIABLE
 from zenray.findings import Finding, is_broken
-from zenray.head import read_head
+from zenray.head import HeadUnreachable, read_head
 from zenray.job_config import JobConfig
 from zenray.package import Package, package_of, tracked_sources
 from zenray.planning import plan
@@ -31,12 +31,14 @@ EXIT_CODES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 130}
 DEADLINE_CODE = 124
 POLL_S = 1.0
 STOP_S = 15.0
+SILENCE_S = 60.0
+"""A head that does not answer for so long is taken for gone."""
 MAX_LOG_CHARS = 2_000_000
 """What is shown of a job's log; the rest is where Ray keeps it."""
 Say = Callable[[str], None]
 
 
-class SubmissionRefused(ZenrayError):
+class SubmissionRefused(ConfigError):
     """A check found what would keep the job from working; nothing was uploaded."""
 
 
@@ -106,12 +108,24 @@ def submit(config: JobConfig, package: Package, client: Any, say: Say) -> str:
 
 def follow(config: JobConfig, client: Any, job_id: str, say: Say) -> int:
     """Show the job's log and wait: 0 SUCCEEDED, 1 FAILED, 130 STOPPED, also by Ctrl-C here; 124 when `deadline_s` passed,
-    or `start_timeout_s` before the entrypoint ran. Whatever ends the wait early stops the job."""
+    or `start_timeout_s` before the entrypoint ran. Whatever ends the wait early stops the job.
+
+    Raises HeadUnreachable when the head has not answered for a while; the job may still run then.
+    """
     started, log = time.monotonic(), _Log(say)
+    answered, status = started, ""
     try:
         while True:
-            status = str(client.get_job_status(job_id))
-            log.show(client.get_job_logs(job_id))
+            try:
+                status = str(client.get_job_status(job_id))
+                log.show(client.get_job_logs(job_id))
+                answered = time.monotonic()
+            except (RuntimeError, OSError) as error:  # those of requests are OSErrors
+                if time.monotonic() - answered > SILENCE_S:
+                    raise HeadUnreachable(
+                        f"the head has not answered for {SILENCE_S:g} s ({type(error).__name__}); {job_id} may still run: "
+                        f"ask with `ray job status {job_id}`"
+                    ) from None
             waited_s = time.monotonic() - started
             if status in EXIT_CODES:
                 message = "" if status == "SUCCEEDED" else f": {_message(client, job_id)}"

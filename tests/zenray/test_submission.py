@@ -9,6 +9,7 @@ import pytest
 from placement.inventory import Inventory, Node
 from zenray.environment import DIGEST_VARIABLE, code_digest
 from zenray.findings import Health
+from zenray.head import HeadUnreachable
 from zenray.job_config import JobConfig, PlanConfig
 from zenray.package import package_of
 from zenray.planning import plan
@@ -92,6 +93,25 @@ def test_case_04_06_deadlines_stop_the_job_and_say_why_it_did_not_start(
     assert code == DEADLINE_CODE
     assert client.stopped
     assert words in said[-1]
+
+
+def test_a_head_that_is_silent_for_a_moment_is_forgiven_and_a_dead_one_is_an_error(
+    folder: Path, fake_client: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = fake_client()
+    answers = iter([ConnectionError("reset"), RuntimeError("503"), "SUCCEEDED"])
+
+    def status(job_id: str) -> str:
+        answer = next(answers, ConnectionError("refused"))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    client.get_job_status = status
+    assert run(folder, client)[0] == 0
+    monkeypatch.setattr("zenray.submission.SILENCE_S", 0.0)
+    with pytest.raises(HeadUnreachable, match="raysubmit_2 may still run"):
+        run(folder, client)
 
 
 def test_case_19_a_long_log_is_cut(folder: Path, fake_client: Make) -> None:
