@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, cast
 
@@ -22,7 +22,8 @@ from collectives.moe import COMBINE, DISPATCH, MoELayer, Routes, channels_for
 from collectives.policy import SyncPolicy
 from collectives.transport import LocalGroup, Transport, all_gather_records
 from jobs.workloads.moe_lm import ExpertMlp, MoeLm, MoeLmConfig
-from placement.split import Ranks
+from placement.experts import num_moves
+from placement.split import Ranks, SlotMap
 from zenray.engine import Workload, check_equal_facts, interface_tx_bytes, probe_all_reduce
 from zenray.moe import ExpertBalancer, PlanSource, Sampler
 
@@ -87,6 +88,7 @@ class MoeTrainer:
         *,
         channels: tuple[Channel, Channel] | None = None,
         source: PlanSource | None = None,
+        nodes: tuple[int, ...] | None = None,
     ):
         self.variant, self.workload, self.plan, self.transport = variant, workload, plan, transport
         config = workload.config
@@ -117,6 +119,9 @@ class MoeTrainer:
             seed=workload.seed,
             lr=plan.lr,
             source=source,
+            ranks=Ranks.equal(transport.size, slots)
+            if nodes is None
+            else replace(Ranks.equal(transport.size, slots), nodes=nodes),
         )
         experts = {id(p) for mlp in self.mlps for p in (mlp.layer.w1, mlp.layer.w2)}
         self.dense = [p for p in self.model.parameters() if id(p) not in experts]
@@ -151,7 +156,7 @@ class MoeTrainer:
         self._update_dense(clip, lr)
         spike = not math.isfinite(norm) or (step > WARMUP_STEPS and norm > SPIKE * self.mean_norm)
         self.mean_norm = norm if step == 0 else 0.9 * self.mean_norm + 0.1 * norm
-        rho = balancer.retention.rho
+        rho, before = balancer.retention.rho, balancer.book.current.slots
         balancer.step(lr=lr, clip=clip, spike=spike)
         load, loads = balancer.load, [mlp.layer.load for mlp in self.mlps]
         return {
@@ -165,6 +170,11 @@ class MoeTrainer:
             "sampling_variance": load.sampling_variance,
             "batch_variance": load.batch_variance,
             "peak_bytes": load.peak_bytes,
+            "moves": sum(
+                num_moves(new, old, balancer.num_experts)
+                for new, old in zip(balancer.book.current.slots, before, strict=True)
+            ),
+            "together": replicas_together(balancer.book.current.slots, balancer.ranks.nodes),
             "plan_version": balancer.book.current.version,
             "plan_age": step - balancer.book.current.valid_from + 1,
             "moe_s": sum(item.forward_s + item.backward_s for item in loads),
@@ -208,6 +218,17 @@ class MoeTrainer:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def replicas_together(slots: SlotMap, nodes: Sequence[int]) -> int:
+    """Instances beside another one of the same expert on the same node, over all layers. slots: int32 [layers, N, s]."""
+    count = 0
+    for layer in slots:
+        for node in set(nodes):
+            used = layer[np.asarray(nodes) == node]
+            used = used[used >= 0]
+            count += len(used) - len(np.unique(used))
+    return count
 
 
 def _no_plan(counts: object) -> Routes:
@@ -280,7 +301,15 @@ def train_moe(plan: MoePlan, config: MoeLmConfig, context: WorkerContext) -> dic
     for seed in plan.seeds:
         workload = MoeLm(config, plan.batch, seed, plan.steps)
         trainers = [
-            MoeTrainer(v, workload, plan, transport, channels=channels, source=source_of(v, seed, plan, context))
+            MoeTrainer(
+                v,
+                workload,
+                plan,
+                transport,
+                channels=channels,
+                source=source_of(v, seed, plan, context),
+                nodes=tuple(nodes),
+            )
             for v in plan.variants
         ]
         for steps in plan.blocks():

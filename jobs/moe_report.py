@@ -101,6 +101,8 @@ def figures(
         "imbalance_mean": float(np.mean([imbalance(curve.steps["pairs"]).mean() for curve in own])),
         "retained_share_mean": float(np.mean([retained(curve).mean() for curve in own])),
         "final_rho": median(curve.steps["rho"][-1] for curve in own),
+        "moves_per_step": float(np.mean([np.mean(curve.steps["moves"]) for curve in own])),
+        "replicas_together": max(max(curve.steps["together"]) for curve in own),
         "dropped_share": float(
             np.mean([np.sum(curve.steps["dropped"]) / np.sum(curve.steps["counts"]) for curve in own])
         ),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ZenrayError,
     )
     from collectives.fsdp import compress_fsdp
+    from collectives.moe import MoELayer
     from collectives.outer import OuterLoop
     from collectives.pipeline import CompressedStage
     from collectives.policy import SyncPolicy
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from collectives.zero import ShardedOptimizer
     from placement.errors import GangDoesNotFit, PlacementError
     from zenray.head import HeadUnreachable
+    from zenray.moe import ExpertBalancer
+    from zenray.moe_state import ExpertsState, load_experts
     from zenray.planning import plan, predict_memory
     from zenray.queue_client import QueueMissing
     from zenray.submission import SubmissionRefused
@@ -48,6 +51,10 @@ _HOMES = {
     "predict_memory": "zenray.planning",
     "plan": "zenray.planning",
     "SyncPolicy": "collectives.policy",
+    "MoELayer": "collectives.moe",
+    "ExpertBalancer": "zenray.moe",
+    "ExpertsState": "zenray.moe_state",
+    "load_experts": "zenray.moe_state",
     "ZenrayError": "collectives.errors",
     "ConfigError": "collectives.errors",
     "GradientError": "collectives.errors",
@@ -89,6 +96,8 @@ __all__ = [
     "CompressedStage",
     "ConfigError",
     "DataPosition",
+    "ExpertBalancer",
+    "ExpertsState",
     "GangDoesNotFit",
     "GradientError",
     "GroupStateError",
@@ -96,6 +105,7 @@ __all__ = [
     "HolderLost",
     "Keeper",
     "MemoryExhausted",
+    "MoELayer",
     "ModelState",
     "OptimizerState",
     "OuterLoop",
@@ -120,6 +130,7 @@ __all__ = [
     "clip_grad_norm_",
     "compress_fsdp",
     "explain",
+    "load_experts",
     "plan",
     "predict_memory",
     "prepare_model",
