@@ -1,10 +1,11 @@
 """The product's own policy for jobs that may change their size: prices over predicted progress, few restarts.
 
 Every round each job offers its configurations with a value, and `allocation.allocate` finds the most valuable set that
-fits. The value of a configuration is the speed it gives, as a share of the job's best, weighted by how soon the job can
-be done: short work first lowers the mean completion time, the low power of the weight keeps long jobs from starving. A
-move is charged with its restart, as measured, over the time in which it can pay back. Jobs of one class share what ran,
-so that a second job of a class starts at a size that the first one had to find.
+fits. The value of a configuration is the speed it gives, as a share of the job's best, weighted by the job's rank: those
+that can be done soon come first, which lowers the mean completion time, and the more jobs there are the more it spreads
+GPUs over them. A move is charged with its restart, as measured, over the time in which it can pay back, and a job that
+others push aside with the restart that they cause. Jobs of one class share what ran, so that a second job of a class
+starts at a size that the first one had to find.
 """
 
 from __future__ import annotations
@@ -19,12 +20,22 @@ from placement.policies import Cluster, Decisions, JobView
 
 HORIZON_S = 2400.0
 """Over how long a restart must pay back at most; less if the job ends sooner."""
-WEIGHT_POWER = 0.3
-"""0: all jobs count alike; 1: a job counts by the inverse of the work it has left."""
 SPEED_POWER = 0.6
 """Below 1 speed pays less the more of it a job has, which spreads GPUs over jobs when they are short."""
-MIN_LEFT_S = 60.0
-"""Jobs with less left than this count alike."""
+PUSHED_ASIDE = 5e-4
+"""Value lost for each second of restart that a job is put through by others, in weights of the longest job."""
+
+
+def rank_weights(left_s: np.ndarray) -> np.ndarray:
+    """Weight of each job, float64 [J]: sqrt(2 r - 1) for the r-th from the longest predicted rest, so the longest has 1.
+
+    The weights under which the most valuable split of a pool is heSRPT's, the optimum of mean completion time for
+    speed-ups k^0.5 (Berg, Vesilo and Harchol-Balter, 2020). left_s float64 [J]: predicted rest at full speed.
+    """
+    rank = np.empty(len(left_s))
+    rank[np.argsort(-left_s, kind="stable")] = np.arange(1, len(left_s) + 1)
+    weights: np.ndarray = np.sqrt(2.0 * rank - 1.0)
+    return weights
 
 
 def move_share(left_s: np.ndarray, restart_s: float) -> np.ndarray:
@@ -42,23 +53,25 @@ def config_values(
     progress_left: float,
     present: int,
     restart_s: float,
+    weight: float = 1.0,
     factor: float = 1.0,
 ) -> np.ndarray:
     """Value of each configuration of one job, float64 [K]; 0 = not allowed.
 
     goodput float64 [K] in progress per second; allowed bool [K]; progress_left in the same unit; present: the
-    configuration it holds, or -1; restart_s: what a change costs; factor: Sia's r against thrash, for every change.
+    configuration it holds, or -1; restart_s: what a change costs; weight: of the job; factor: Sia's r against thrash,
+    for every change.
     """
     usable = allowed & (goodput > 0)
     if not usable.any():
         return np.zeros(len(goodput))
-    best = goodput.max()
     share = np.full(len(goodput), factor)
+    kept = np.zeros(len(goodput))
     if present >= 0:
         share *= move_share(progress_left / np.maximum(goodput, 1e-12), restart_s)
         share[present] = 1.0
-    weight = max(progress_left / best, MIN_LEFT_S) ** -WEIGHT_POWER
-    value: np.ndarray = np.where(usable, weight * (share * goodput / best) ** SPEED_POWER, 0.0)
+        kept[goodput >= goodput[present]] = PUSHED_ASIDE * restart_s
+    value: np.ndarray = np.where(usable, weight * (share * goodput / goodput.max()) ** SPEED_POWER + kept, 0.0)
     return value
 
 
@@ -78,12 +91,13 @@ class Elastic:
         configs = cluster.configs
         value = np.zeros((len(jobs), len(configs)))
         pinned = np.full(len(jobs), -1, np.int32)
+        weights = rank_weights(np.array([job.progress_left / job.goodput(configs).max() for job in jobs]))
         for i, job in enumerate(jobs):
             present = cluster.config_of(job.allocation)
             restart_s = job.measured_restart_s or job.restart_s
             factor = restart_factor(now_s - job.submit_s, job.num_restarts, restart_s)
             goodput, allowed = job.goodput(configs), configs.num_gpus <= job.growth_limit
-            value[i] = config_values(goodput, allowed, job.progress_left, present, restart_s, factor)
+            value[i] = config_values(goodput, allowed, job.progress_left, present, restart_s, weights[i], factor)
             if job.restarting:
                 pinned[i] = present
         result = allocate(value, configs.gpu_type, configs.num_gpus, cluster.capacity, pinned)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from placement.allocation import allocate
-from placement.elastic import config_values
+from placement.elastic import config_values, rank_weights
 from placement.jobs import PlanOption
 from placement.scheduler import RunningJob, Scheduler
 
@@ -19,7 +19,8 @@ MIN_RESIDENCE_S = 600.0
 MAX_WAITING = 32
 """Waiting jobs that are looked at; they come first in the queue."""
 KEPT = 10.0
-"""Added to every plan of a running job, far above what any is worth: it may shrink, but not end."""
+"""Times the largest value, added to every plan of a running job: it may shrink, but not end."""
+TINY = 1e-12
 
 
 def propose_moves(
@@ -38,17 +39,18 @@ def propose_moves(
     plans = [_fastest(options) for options in [*(job.options for job in settled), *(options for options, _ in waiting)]]
     columns = sorted({key for row in plans for key in row if key[0] in capacity})
     types = {name: t for t, name in enumerate(sorted(capacity))}
+    rates = [np.array([1.0 / row[c].step_time_s if c in row else 0.0 for c in columns]) for row in plans]
+    steps = [(job.finish_s - now_s) / job.option.step_time_s for job in settled] + [left for _, left in waiting]
+    weights = rank_weights(np.array([n / max(rate.max(), TINY) for n, rate in zip(steps, rates, strict=True)]))
     value = np.zeros((len(plans), len(columns)))
-    for i, row in enumerate(plans):
-        rate = np.array([1.0 / row[c].step_time_s if c in row else 0.0 for c in columns])
+    for i, rate in enumerate(rates):
+        present, restart = -1, 0.0
         if i < len(settled):
-            job = settled[i]
-            steps, restart = (job.finish_s - now_s) / job.option.step_time_s, restart_s[job.job_id]
-            present = columns.index((job.option.gpu_type, job.option.num_gpus))
-        else:
-            steps, restart, present = waiting[i - len(settled)][1], 0.0, -1
-        value[i] = config_values(rate, rate > 0, steps, present, restart)
-        value[i, value[i] > 0] += KEPT * (present >= 0)
+            option, restart = settled[i].option, restart_s[settled[i].job_id]
+            present = columns.index((option.gpu_type, option.num_gpus))
+        value[i] = config_values(rate, rate > 0, steps[i], present, restart, weights[i])
+    running = value[: len(settled)]
+    running[running > 0] += KEPT * value.max()
     result = allocate(
         value,
         np.array([types[name] for name, _ in columns], np.int32),

@@ -8,7 +8,7 @@ import pytest
 from collectives.errors import ConfigError
 from jobs.job import run_job
 from jobs.simulate import Config, body, read_trace
-from placement.elastic import Elastic, config_values
+from placement.elastic import Elastic, config_values, rank_weights
 from placement.errors import PlacementError
 from placement.goodput import Configs, Estimator, Throughput, gain, step_times
 from placement.jobs import NodeSpec
@@ -209,6 +209,22 @@ def test_values_prefer_staying_when_a_move_does_not_pay():
     almost_done = config_values(goodput, allowed, 20.0, 0, 200.0)
     assert np.argmax(almost_done) == 0
     assert not config_values(np.zeros(3), allowed, 10.0, -1, 1.0).any()
+
+
+def test_weights_give_the_shares_that_are_optimal_for_the_mean():
+    left_s = np.array([50.0, 900.0, 10.0, 300.0])
+    weights = rank_weights(left_s)
+    assert np.argsort(weights).tolist() == [1, 3, 0, 2], "the longest counts least"
+    # Split so that sum(weight * sqrt(share)) is largest, a pool goes by squared weights: heSRPT for speed-ups k^0.5.
+    ranks = np.arange(5) / 4
+    assert np.sort(weights**2 / (weights**2).sum()) == pytest.approx(np.diff(ranks**2))
+
+
+def test_pushing_a_job_aside_costs_its_restart():
+    goodput, allowed = np.array([1.0, 2.0, 4.0]), np.ones(3, bool)
+    cheap, dear = (config_values(goodput, allowed, 1e6, 1, s, weight=1.0) for s in (1.0, 250.0))
+    assert dear[1] - dear[0] > cheap[1] - cheap[0] + 0.1
+    assert dear[2] > dear[1], "it may still grow"
 
 
 @pytest.mark.parametrize("mode", ["rounds", "events"])
