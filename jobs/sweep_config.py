@@ -35,7 +35,9 @@ class Between(Section):
     """A range to draw from; `grid` does not take one."""
 
     low: float
+    """Smallest value, which the reference takes."""
     high: float
+    """Largest value."""
     log: bool = False
     """Draw evenly in the logarithm."""
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from collectives.codec_cost import CodecSpeed, DenseLoad, configured, predict
 from collectives.codecs import CODECS
+from collectives.cost import Link
 from collectives.errors import ConfigError
 from collectives.policy import PRESETS, ROLES, Role, SyncPolicy
 
@@ -126,3 +128,17 @@ def test_numbers_are_checked() -> None:
         SyncPolicy(check_replicas_every=-1)
     with pytest.raises(ConfigError, match="unknown role 'dp'"):
         SyncPolicy(codecs=(("dp", ("int8b",)),))
+
+
+def test_the_density_is_that_of_the_codecs_that_keep_a_share_and_changes_their_bytes() -> None:
+    load = {d: DenseLoad(numel=1 << 20, itemsize=4, size=2, density=d) for d in (None, 0.01, 0.1)}
+    link = Link(2, 1e-4, 1e-4, 1e-4, 1e8, 1e8, 4e9, 1e10)
+    speed = CodecSpeed(encode=1e-9, feedback=1e-9, reduce=1e-9, decode=1e-9, bits=0.6)
+    for codec, pattern in (("topk", "one_shot"), ("sq", "one_shot"), ("randomk", "native")):
+        bytes_of = {d: predict(codec, pattern, load[d], link, speed).wire_bytes for d in load}
+        assert bytes_of[None] == bytes_of[0.01]
+        assert 6 < bytes_of[0.1] / bytes_of[0.01] < 11, codec  # topk turns to a bitmap of indices on the way
+    assert configured("int8b", 0.1) is CODECS["int8b"]
+    for density in (0.0, 1.5):
+        with pytest.raises(ConfigError, match="share of the elements"):
+            SyncPolicy(density=density)

@@ -7,7 +7,7 @@ import ray
 from ray.util import placement_group_table
 
 from placement.errors import GangDoesNotFit, PlacementError
-from placement.groups import group_name, read_cluster, reap, release, reserve
+from placement.groups import borrow, group_name, read_cluster, reap, release, reserve
 from placement.inventory import NODE_ID_LABEL, Gang
 
 
@@ -84,3 +84,8 @@ def test_the_reaper_removes_the_groups_of_dead_runs_only(node_id: str) -> None:
     for reservation in (alive, fresh):
         release(reservation)
     ray.util.remove_placement_group(stranger)
+
+
+def test_outside_of_a_placement_group_there_is_none_to_borrow(node_id: str) -> None:
+    with pytest.raises(PlacementError, match="cannot run inside the placement group of this process"):
+        borrow(Gang(({"CPU": 1},)))
