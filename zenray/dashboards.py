@@ -1,4 +1,4 @@
-"""The files under dashboards/, generated from the table of metrics: Grafana boards, alert rules, and how both are loaded.
+"""The files under dashboards/: Grafana boards, generated from the table of metrics, and how they are loaded; the alerts.
 
 A query is made by a function that knows the row of the table: what the name is in Prometheus, which labels it has, and
 that the series of workers that have ended stay exported, so that panels aggregate over them. A panel therefore cannot
@@ -17,6 +17,7 @@ import yaml
 
 from actors.metrics import METRICS, Kind, Metric
 from collectives.errors import ConfigError
+from zenray.alerts import alert_rules, prometheus_config
 
 SCHEMA_VERSION = 36
 WIDTH, HEIGHT, PER_ROW = 12, 8, 2
@@ -68,11 +69,11 @@ def _legend(text: str, by: tuple[str, ...]) -> str:
     return " ".join([text, *(f"{{{{{label}}}}}" for label in by)]).strip()
 
 
-def rate(name: str, *by: str, text: str = "") -> Query:
+def rate(name: str, *by: str) -> Query:
     """How fast a counter grows, per second."""
     labels = _row(name, Kind.COUNTER, by)
     expr = f"sum by ({labels}) (rate(ray_{name}_total{_RUN}[$__rate_interval]))"
-    return Query(expr, (name,), _legend(text, by))
+    return Query(expr, (name,), _legend("", by))
 
 
 def slowest(name: str, among: str, *by: str) -> Query:
@@ -82,10 +83,10 @@ def slowest(name: str, among: str, *by: str) -> Query:
     return Query(expr, (name,), _legend("", by))
 
 
-def total(name: str, *by: str, text: str = "") -> Query:
+def total(name: str, *by: str) -> Query:
     """A counter as it stands: for rare events, whose first one has no earlier sample to grow from."""
     labels = _row(name, Kind.COUNTER, by)
-    return Query(f"sum by ({labels}) (ray_{name}_total{_RUN})", (name,), _legend(text, by))
+    return Query(f"sum by ({labels}) (ray_{name}_total{_RUN})", (name,), _legend("", by))
 
 
 def level(name: str, *by: str, text: str = "") -> Query:
@@ -290,92 +291,6 @@ def _panel_json(index: int, panel: Panel) -> dict[str, Any]:
             {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": query.expr, "legendFormat": query.legend}
             for i, query in enumerate(panel.queries)
         ],
-    }
-
-
-# --- Prometheus -------------------------------------------------------------------------------------------------------
-
-ALERTS: tuple[tuple[str, str, str, str, str], ...] = (
-    (
-        "ZenrayRankFailed", "increase(ray_zenray_peer_failures_total[5m]) > 0", "0m",
-        "A rank of {{ $labels.run }} failed: {{ $labels.error }}",
-        "See the dashboard 'zenray: recovery' and the job's log for the rank and its node.",
-    ),
-    (
-        "ZenrayRecoversAgainAndAgain", "sum by (run) (increase(ray_zenray_recoveries_total[30m])) > 3", "0m",
-        "{{ $labels.run }} recovered {{ $value }} times in half an hour",
-        "Look for one node behind the failures and take it out; until then each recovery repeats steps.",
-    ),
-    (
-        "ZenrayNoSteps",
-        "sum by (run) (increase(ray_zenray_steps_total[10m])) == 0 "
-        "and sum by (run) (increase(ray_zenray_steps_total[30m])) > 0",
-        "0m",
-        "{{ $labels.run }} made no step for 10 minutes",
-        "It has ended, or hangs: `ray job list` tells which; a hung collective ends by its own deadline.",
-    ),
-    (
-        "ZenrayCheckpointsBehind",
-        "max by (run) (changes(ray_zenray_committed_step[10m])) == 0 "
-        "and on (run) sum by (run) (increase(ray_zenray_steps_total[10m])) > 0",
-        "0m",
-        "{{ $labels.run }} trains, but commits no step",
-        "A failure now would cost all steps since the last commit: look at the holders' hosts and their memory.",
-    ),
-    (
-        "ZenrayMemoryAboveBound",
-        "max by (run, job) (ray_zenray_peak_memory_bytes) > max by (run, job) (ray_zenray_predicted_memory_bytes)",
-        "0m",
-        "{{ $labels.job }} uses more memory of a card than was predicted at most",
-        "It may run out of memory; the queue then takes the next plan. Please report the job file.",
-    ),
-    (
-        "ZenrayQueueStands",
-        'max by (run) (ray_zenray_jobs{state="QUEUED"}) > 0 and on (run) max by (run) (ray_zenray_jobs{state="RUNNING"}) == 0',
-        "30m",
-        "{{ $value }} jobs wait in {{ $labels.run }} and none runs",
-        "`zenray status JOB` says what each one lacks.",
-    ),
-    (
-        "ZenrayFallsBack", "sum by (run, reason) (increase(ray_zenray_fallbacks_total[10m])) > 10", "0m",
-        "{{ $labels.run }} leaves chosen paths: {{ $labels.reason }}",
-        "The gradients or the network are not what was measured at the start; see 'zenray: codecs and plan'.",
-    ),
-    (
-        "ZenrayExpertsUneven", 'max by (run) (ray_zenray_imbalance{kind="rank pairs"}) > 2', "10m",
-        "One rank of {{ $labels.run }} computes {{ $value }} times the mean",
-        "Every step waits for it: allow the placement to move or copy experts more often.",
-    ),
-    (
-        "ZenrayNotScraped", 'up{job="ray"} == 0', "2m",
-        "{{ $labels.instance }} does not answer Prometheus",
-        "Panels show no data for that node: is its metrics port open, and the discovery file fresh?",
-    ),
-)  # fmt: skip
-"""(name, expression, how long it must hold, summary, what to do)."""
-
-
-def alert_rules() -> dict[str, Any]:
-    """The rules file."""
-    rules = [
-        {
-            "alert": name,
-            "expr": expr,
-            "for": holds,
-            "labels": {"severity": "warning"},
-            "annotations": {"summary": summary, "description": advice},
-        }
-        for name, expr, holds, summary, advice in ALERTS
-    ]
-    return {"groups": [{"name": "zenray", "rules": rules}]}
-
-
-def prometheus_config(discovery_file: str, rules_file: str) -> dict[str, Any]:
-    """Scrape every node that Ray lists in its discovery file, and evaluate the rules."""
-    return {
-        "global": {"scrape_interval": "10s", "evaluation_interval": "10s"},
-        "rule_files": [rules_file],
-        "scrape_configs": [{"job_name": "ray", "file_sd_configs": [{"files": [discovery_file]}]}],
     }
 
 

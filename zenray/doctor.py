@@ -65,7 +65,7 @@ def examine(address: str | None) -> list[Finding]:
 def examine_cluster(address: str) -> list[Finding]:
     """The head of `address`, as it answers over the jobs API."""
     try:
-        head = read_head(connect_head(address if address.startswith(("http", "ray://")) else None))
+        head = read_head(connect_head(address))
     except HeadUnreachable as error:
         return [broken("cluster", str(error).partition(". ")[0], str(error).partition(". ")[2])]
     except ConfigError as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -16,6 +17,7 @@ from collectives.errors import ConfigError, ZenrayError
 from placement.inventory import Inventory, Node
 
 REQUEST_S = 10.0
+SERVER_VARIABLE = "RAY_API_SERVER_ADDRESS"
 
 
 class HeadUnreachable(ZenrayError):
@@ -48,12 +50,14 @@ def check_address(address: str) -> None:
 def connect_head(address: str | None) -> Any:
     """A JobSubmissionClient; None: the cluster of RAY_API_SERVER_ADDRESS or RAY_ADDRESS, else the one on this host.
 
+    An address that is given wins over the environment; with Ray's own client it would lose.
     Raises HeadUnreachable, or ConfigError for an address of Ray Client.
     """
-    named = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "this host"
+    named = address or os.environ.get(SERVER_VARIABLE) or os.environ.get("RAY_ADDRESS") or "this host"
     check_address(named)
     try:
-        return JobSubmissionClient(address)
+        with _preferred(address):
+            return JobSubmissionClient(address)
     except Exception as error:  # Ray raises bare RuntimeErrors, ConnectionErrors, and its own AuthenticationError
         text = " ".join(str(error).split())
         if "uthenticat" in type(error).__name__ + text or "401" in text:
@@ -65,6 +69,20 @@ def connect_head(address: str | None) -> Any:
             f"no Ray head answers at {named}: {text[:300]}. Start one (ray start --head), or give the address of its "
             f"dashboard, http://HOST:8265, in RAY_ADDRESS"
         ) from None
+
+
+@contextmanager
+def _preferred(address: str | None) -> Iterator[None]:
+    before = os.environ.get(SERVER_VARIABLE)
+    if address is not None:
+        os.environ[SERVER_VARIABLE] = address
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[SERVER_VARIABLE] = before
+        elif address is not None:
+            del os.environ[SERVER_VARIABLE]
 
 
 def read_head(client: Any) -> Head:

@@ -11,7 +11,8 @@ import yaml
 
 from actors.metrics import METRICS
 from collectives.errors import ConfigError
-from zenray.dashboards import ALERTS, BOARDS, DISCOVERY_FILE, board_json, files, level, quantile, rate
+from zenray.alerts import ALERTS
+from zenray.dashboards import BOARDS, DISCOVERY_FILE, board_json, files, level, quantile, rate
 
 FOLDER = Path(__file__).resolve().parents[2] / "dashboards"
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
