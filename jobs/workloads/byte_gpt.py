@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from collectives.errors import ConfigError
+from jobs.workloads.gpt import Block, feed_forward, windows
 from placement.shapes import ModelShape, Recompute
 from zenray.job_config import JobConfig
 
@@ -42,27 +43,6 @@ def text() -> np.ndarray:
     return np.frombuffer(b"".join(parts), np.uint8)
 
 
-class Block(nn.Module):
-    """Pre-norm attention and MLP."""
-
-    def __init__(self, shape: ModelShape):
-        super().__init__()
-        h = shape.hidden
-        self.heads = shape.heads
-        self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
-        self.qkv, self.out = nn.Linear(h, 3 * h), nn.Linear(h, h)
-        self.up, self.down = nn.Linear(h, shape.ffn_width), nn.Linear(shape.ffn_width, h)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: float [batch, seq, hidden]."""
-        batch, seq, h = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, seq, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, seq, h))
-        result: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
-        return result
-
-
 class ByteGpt(nn.Module):
     """The decoder; called with inputs and targets it returns the mean loss."""
 
@@ -71,7 +51,9 @@ class ByteGpt(nn.Module):
         self.recompute, self.retained_floats, self.retained_calls = recompute, retained_floats, retained_calls
         self.embed = nn.Embedding(shape.vocab, shape.hidden)
         self.positions = nn.Parameter(torch.zeros(shape.seq, shape.hidden))
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            Block(shape.hidden, shape.heads, feed_forward(shape.hidden, shape.ffn_width)) for _ in range(shape.layers)
+        )
         self.norm = nn.LayerNorm(shape.hidden)
         nn.init.normal_(self.embed.weight, std=0.02)
         self.retained: list[Tensor] = []
@@ -129,9 +111,8 @@ class ByteGptWorkload:
         """Samples start .. stop - 1 of the global batch of `step`: inputs and targets, int64 [stop - start, seq]."""
         stream, seq = text(), self.job.seq
         rng = np.random.default_rng([self.job.seed, step])
-        positions = rng.integers(0, len(stream) - seq - 1, self.job.batch)[start:stop]
-        windows = stream[positions[:, None] + np.arange(seq + 1)[None, :]].astype(np.int64)
-        return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
+        inputs, targets = windows(stream, rng.integers(0, len(stream) - seq - 1, self.job.batch)[start:stop], seq)
+        return inputs.contiguous(), targets.contiguous()
 
     def example(self, micro_batch: int) -> tuple[Tensor, ...]:
         """Arguments of the model as they are in training, for a trace."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from collectives.errors import ConfigError
+from jobs.workloads.zipf import zipf_probabilities
 from zenray.config import Section
 
 CRITEO_CARDINALITIES = (
@@ -77,8 +78,7 @@ class ClickLog:
     @cached_property
     def _cumulative(self) -> list[np.ndarray]:
         """Per field the cumulative probabilities of its values."""
-        weights = [(np.arange(1, size + 1) + self.config.shift) ** -self.config.exponent for size in self.sizes]
-        return [np.cumsum(weight / weight.sum()) for weight in weights]
+        return [np.cumsum(zipf_probabilities(size, self.config.exponent, self.config.shift)) for size in self.sizes]
 
     @cached_property
     def _effects(self) -> np.ndarray:

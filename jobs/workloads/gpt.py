@@ -74,16 +74,20 @@ def windows(stream: np.ndarray, starts: np.ndarray, context: int) -> tuple[Tenso
     return cut[:, :-1], cut[:, 1:]
 
 
+def feed_forward(width: int, hidden: int) -> nn.Module:
+    """The dense feed-forward of a block."""
+    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm and beside a skip. mlp: another feed-forward than the dense one."""
 
-    def __init__(self, config: GptConfig, mlp: nn.Module | None = None):
+    def __init__(self, width: int, heads: int, mlp: nn.Module | None = None):
         super().__init__()
-        width = config.width
-        self.heads = config.heads
+        self.heads = heads
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = mlp or nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = mlp or feed_forward(width, 4 * width)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: float32 [batch, positions, width]."""
@@ -102,7 +106,7 @@ class GptModel(nn.Module):
     def __init__(self, config: GptConfig, mlp: Callable[[], nn.Module] | None = None):
         super().__init__()
         self.table, self.position = nn.Embedding(VOCABULARY, config.width), nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config, mlp and mlp()) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config.width, config.heads, mlp and mlp()) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         for parameter in self.parameters():
             if parameter.dim() > 1:
