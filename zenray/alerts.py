@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+
+def _grown(name: str, window: str, *by: str) -> str:
+    """How far a counter has come within `window`. `increase` would miss a first event, before which there is no sample."""
+    now = f"sum by ({', '.join(by)}) (ray_{name}_total)"
+    return f"{now} - ({now.replace('_total)', f'_total offset {window})')} or 0 * {now})"
+
+
 ALERTS: tuple[tuple[str, str, str, str, str], ...] = (
     (
-        "ZenrayRankFailed", "increase(ray_zenray_peer_failures_total[5m]) > 0", "0m",
+        "ZenrayRankFailed", _grown("zenray_peer_failures", "5m", "run", "error") + " > 0", "0m",
         "A rank of {{ $labels.run }} failed: {{ $labels.error }}",
         "See the dashboard 'zenray: recovery' and the job's log for the rank and its node.",
     ),
     (
-        "ZenrayRecoversAgainAndAgain", "sum by (run) (increase(ray_zenray_recoveries_total[30m])) > 3", "0m",
+        "ZenrayRecoversAgainAndAgain", _grown("zenray_recoveries", "30m", "run") + " > 3", "0m",
         "{{ $labels.run }} recovered {{ $value }} times in half an hour",
         "Look for one node behind the failures and take it out; until then each recovery repeats steps.",
     ),
@@ -46,7 +53,7 @@ ALERTS: tuple[tuple[str, str, str, str, str], ...] = (
         "`zenray status JOB` says what each one lacks.",
     ),
     (
-        "ZenrayFallsBack", "sum by (run, reason) (increase(ray_zenray_fallbacks_total[10m])) > 10", "0m",
+        "ZenrayFallsBack", _grown("zenray_fallbacks", "10m", "run", "reason") + " > 10", "0m",
         "{{ $labels.run }} leaves chosen paths: {{ $labels.reason }}",
         "The gradients or the network are not what was measured at the start; see 'zenray: codecs and plan'.",
     ),

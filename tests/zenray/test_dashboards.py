@@ -30,7 +30,9 @@ tests:
       - {series: 'ray_zenray_predicted_memory_bytes{run="q", job="big"}', values: '100x40'}
       - {series: 'ray_zenray_jobs{run="q", state="QUEUED"}', values: '2x40'}
       - {series: 'ray_zenray_jobs{run="q", state="RUNNING"}', values: '0x40'}
-      - {series: 'ray_zenray_peer_failures_total{run="works", error="WorkerLost"}', values: '0x24 1x16'}
+      - {series: 'ray_zenray_peer_failures_total{run="works", error="WorkerLost"}', values: '_x23 1x17'}
+      - {series: 'ray_zenray_peer_failures_total{run="old", error="PeerLost"}', values: '1x40'}
+      - {series: 'ray_zenray_recoveries_total{run="works", cause="WorkerLost"}', values: '_x15 1x5 3x5 4x15'}
       - {series: 'ray_zenray_imbalance{run="works", kind="rank pairs"}', values: '3x40'}
       - {series: 'ray_zenray_imbalance{run="works", kind="expert pairs"}', values: '9x40'}
     alert_rule_test:
@@ -112,7 +114,7 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
         "ZenrayRankFailed": [{"run": "works", "error": "WorkerLost"}],
         "ZenrayExpertsUneven": [{"run": "works"}],
         "ZenrayQueueStands": [],  # only after half an hour
-        "ZenrayRecoversAgainAndAgain": [],
+        "ZenrayRecoversAgainAndAgain": [],  # four only at minute 27
         "ZenrayFallsBack": [],
         "ZenrayNotScraped": [],
     }
