@@ -28,6 +28,9 @@ FIXED = (
 )
 """What a sweep cannot vary: all trials share the cluster and the record, and are compared at the same steps."""
 
+ALONE: dict[str, Any] = {"baseline": False, "baseline_seeds": 0, "rivals": [], "checkpoint": {}}
+"""The baseline of a trial is the sweep's reference."""
+
 DENSITY_CODECS = frozenset({"topk", "sq", "randomk"})
 
 
@@ -59,8 +62,8 @@ Space = Annotated[dict[str, list[bool | int | float | str] | Between], BeforeVal
 class SweepConfig(Section):
     """Which training settings to try, and what counts as good."""
 
-    train: TrainConfig = TrainConfig(baseline=False)
-    """What every trial shares: see `python -m jobs.train`."""
+    train: TrainConfig = TrainConfig()
+    """What every trial shares: see `python -m jobs.train`. Baseline, rivals, checkpoints and recovery have no part."""
     space: Space = Field(default={})
     """Keys of `train`, each with the values to try or {low, high, log}. The first values together are the reference,
     which is tried first and against which speed-ups are reckoned. Codec, bits and block are the policy's: int8b is 8
@@ -119,8 +122,11 @@ def check(config: SweepConfig) -> None:
 
 
 def train_config(base: TrainConfig, point: Mapping[str, Any]) -> TrainConfig:
-    """The training job of one point. Raises ConfigError for an unknown key or a value that is not valid."""
-    data = base.model_dump(mode="json")
+    """The training job of one point: the subject alone, without checkpoints, which a trial would leave behind.
+
+    Raises ConfigError for an unknown key or a value that is not valid.
+    """
+    data = base.model_dump(mode="json") | ALONE
     for key, value in point.items():
         *sections, leaf = key.split(".")
         place: Any = data

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -165,3 +166,15 @@ def test_a_run_that_is_not_there_is_answered_with_the_nearest(store_uri, tmp_pat
     fill(store_uri, tmp_path)
     with pytest.raises(TrackingError, match="There is: train stdlib_lm"):
         write_report("train stdlib", None, store_uri)
+
+
+def test_the_load_of_the_node_is_recorded_while_a_job_runs(store_uri, runs_of, monkeypatch):
+    monkeypatch.setattr("zenray.recorder.HEARTBEAT_S", 0.2)
+    with Recorder() as recorder, recorder.job("job", config={}, params={}) as job, job.child("child"):
+        time.sleep(2.0)
+    client, runs = runs_of(store_uri)
+    names = [name for name in runs["job"].data.metrics if name.startswith(f"system/{socket.gethostname()}/")]
+    assert {name.rpartition("/")[2] for name in names} >= {"cpu_utilization_percentage", "network_receive_megabytes"}
+    values = [entry.value for entry in client.get_metric_history(runs["job"].info.run_id, names[0])]
+    assert len(values) >= 2
+    assert not any(name.startswith("system/") for name in runs["child"].data.metrics)

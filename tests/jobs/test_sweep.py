@@ -36,7 +36,6 @@ train:
   optimizer: adamw
   lr: 0.001
   dense_steps: 2
-  baseline: false
 space:
   policy: [off, int8b, topk]
   density: {low: 0.01, high: 0.1, log: true}
