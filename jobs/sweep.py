@@ -93,12 +93,13 @@ def run_trials(
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that we do not let it write
     objectives = objectives_of(config)
     several = len(objectives) > 1
-    random = optuna.samplers.RandomSampler(config.seed + len(journal.trials))
+    seed = config.seed + len(journal.trials)  # a sweep that goes on does not draw the same points again
+    random = optuna.samplers.RandomSampler(seed)
     searcher = OptunaSearch(
         distributions_of(config),
         metric=objectives if several else objectives[0],
         mode=["min"] * len(objectives) if several else "min",
-        sampler=random if config.search == "random" else optuna.samplers.TPESampler(seed=config.seed),
+        sampler=random if config.search == "random" else optuna.samplers.TPESampler(seed=seed),
         study_name=STUDY,
         storage=storage,
     )
