@@ -25,6 +25,9 @@ SPEED_POWER = 0.6
 PUSHED_ASIDE = 5e-4
 """Value lost for each second of restart that a job is put through by others, in weights of the longest job."""
 
+AGE_POWER = 0.2
+"""A job's weight grows by this power of its age in hours (plus one), which bounds what long jobs give up for short ones."""
+
 
 def rank_weights(left_s: np.ndarray) -> np.ndarray:
     """Weight of each job, float64 [J]: sqrt(2 r - 1) for the r-th from the longest predicted rest, so the longest has 1.
@@ -91,7 +94,9 @@ class Elastic:
         configs = cluster.configs
         value = np.zeros((len(jobs), len(configs)))
         pinned = np.full(len(jobs), -1, np.int32)
+        age_h = np.array([now_s - job.submit_s for job in jobs]) / 3600
         weights = rank_weights(np.array([job.progress_left / job.goodput(configs).max() for job in jobs]))
+        weights *= (1.0 + age_h) ** AGE_POWER
         for i, job in enumerate(jobs):
             present = cluster.config_of(job.allocation)
             restart_s = job.measured_restart_s or job.restart_s
