@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,8 @@ from collectives.router import Routing, TopKRouter
 from collectives.transport import Parcel, Transport, all_gather_records, others
 
 DISPATCH, COMBINE, COUNTS = "moe_dispatch", "moe_combine", "moe_counts"
+CHUNK_PAIRS = 1024
+"""Pairs of one expert that are computed at once: bounds the activations that live only inside a product."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,12 @@ class _ExpertFFN(torch.autograd.Function):
         y = torch.empty_like(x)
         norm = x.new_empty(len(x), dtype=torch.float32)
         hidden = x.new_empty((len(x), w1.shape[2])) if step.keep_hidden else x.new_empty(0)
-        for slot, rows in step.slices:
-            p = torch.mm(x[rows], w1[slot], out=hidden[rows]) if step.keep_hidden else x[rows] @ w1[slot]
-            h = F.gelu(p)
-            norm[rows] = torch.linalg.vector_norm(h, dim=1).to(torch.float32)
-            torch.mm(h, w2[slot], out=y[rows])
+        for slot, whole in step.slices:
+            for rows in _chunks(whole.start, whole.stop):
+                p = torch.mm(x[rows], w1[slot], out=hidden[rows]) if step.keep_hidden else x[rows] @ w1[slot]
+                h = F.gelu(p)
+                norm[rows] = torch.linalg.vector_norm(h, dim=1).to(torch.float32)
+                torch.mm(h, w2[slot], out=y[rows])
         ctx.save_for_backward(x, w1, w2, norm, hidden)
         ctx.step = step
         return y.index_select(0, step.row_of_arrival)
@@ -190,21 +193,30 @@ class _ExpertFFN(torch.autograd.Function):
             if first == last:
                 continue
             unused.remove(slot)
-            x_rows, g = inputs[first:last], delta[first:last]
-            p = hidden[first:last] if step.keep_hidden else x_rows @ w1[slot]
-            h = F.gelu(p)
-            torch.mm(h.T, g, out=dw2[slot])
-            if contrast is not None and step.sign is not None:
-                torch.mm(h.T, g * step.sign[kept.index[first:last], None].to(g.dtype), out=contrast[slot])
-            dp = torch.ops.aten.gelu_backward(g @ w2[slot].T, p)
-            torch.mm(x_rows.T, dp, out=dw1[slot])
-            torch.mm(dp, w1[slot].T, out=dinputs[first:last])
+            for rows in _chunks(first, last):
+                beta = 0 if rows.start == first else 1  # the first product overwrites what was never written
+                x_rows, g = inputs[rows], delta[rows]
+                p = hidden[rows] if step.keep_hidden else x_rows @ w1[slot]
+                h = F.gelu(p)
+                dw2[slot].addmm_(h.T, g, beta=beta)
+                if contrast is not None and step.sign is not None:
+                    contrast[slot].addmm_(h.T, g * step.sign[kept.index[rows], None].to(g.dtype))
+                del h
+                dp = torch.ops.aten.gelu_backward(g @ w2[slot].T, p)
+                dw1[slot].addmm_(x_rows.T, dp, beta=beta)
+                torch.mm(dp, w1[slot].T, out=dinputs[rows])
+                del p, dp  # nothing of a chunk outlives it
         for slot in unused:  # zeros, never None: an optimizer must see every expert at every step
             dw1[slot].zero_()
             dw2[slot].zero_()
         step.dispatch.load.contrast = contrast
         dx = torch.zeros_like(x) if len(kept.index) < len(x) else torch.empty_like(x)
         return dx.index_copy_(0, step.grouping[kept.index], dinputs), dw1, dw2, None
+
+
+def _chunks(start: int, stop: int) -> Iterator[slice]:
+    for first in range(start, stop, CHUNK_PAIRS):
+        yield slice(first, min(stop, first + CHUNK_PAIRS))
 
 
 def _kept_rows(delta: Tensor, norm: Tensor, step: _Step) -> Selection:

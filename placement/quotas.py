@@ -148,22 +148,39 @@ class PairMemory:
     forward_bytes: int
     """Held from forward to backward for every routed pair."""
     gradient_bytes: int
-    """Alive in the backward for every routed pair: the output gradient and the input gradient."""
+    """Of every routed pair's output gradient, alive in the backward; its input gradient takes as much at the end."""
     retained_bytes: int
     """Extra for every pair that takes part in the backward."""
+    chunk_bytes: int = 0
+    """Alive inside one product, before the input gradients: the hidden rows of one chunk and their gradient."""
 
     @classmethod
-    def of(cls, free_bytes: int, width: int, hidden: int, itemsize: int, *, gated: bool = False) -> PairMemory:
-        """Counts for an expert of `hidden` x `width`, activations kept: x, p, the norm; then gathers, h and dH."""
-        matrices = 3 if gated else 2
-        forward = (width + (2 if gated else 1) * hidden) * itemsize + 4
-        retained = (2 * width + (6 if gated else 3) * hidden) * itemsize
-        return cls(free_bytes, 2 * matrices * width * hidden * itemsize, forward, 2 * width * itemsize, retained)
+    def of(
+        cls, free_bytes: int, width: int, hidden: int, itemsize: int, chunk_pairs: int = 0, *, keep_hidden: bool = True
+    ) -> PairMemory:
+        """Counts for an expert of `hidden` x `width` as `collectives.moe` computes it, `chunk_pairs` at once.
+
+        Held: x, p (unless recomputed), the norm. Of retained pairs: gathers of x, delta and p, and the input gradient.
+        """
+        kept_hidden = hidden if keep_hidden else 0
+        return cls(
+            free_bytes=free_bytes,
+            instance_bytes=4 * width * hidden * itemsize,
+            forward_bytes=(width + kept_hidden) * itemsize + 4,
+            gradient_bytes=width * itemsize,
+            retained_bytes=(3 * width + kept_hidden) * itemsize,
+            chunk_bytes=(2 if keep_hidden else 3) * hidden * itemsize * chunk_pairs,
+        )
 
     def peak_bytes(self, num_hosted: int, num_pairs: int, num_kept: int) -> int:
         """Bytes in use at the worst moment."""
-        pairs = (self.forward_bytes + self.gradient_bytes) * num_pairs
-        return self.instance_bytes * num_hosted + pairs + self.retained_bytes * num_kept
+        resident = self.instance_bytes * num_hosted + self.forward_bytes * num_pairs
+        return resident + self.backward_bytes(num_pairs, num_kept)
+
+    def backward_bytes(self, num_pairs: int, num_kept: int) -> int:
+        """The part that lives in the backward only."""
+        gradients = self.gradient_bytes * num_pairs
+        return gradients + self.retained_bytes * num_kept + max(self.chunk_bytes, gradients)
 
     def max_kept(self, num_hosted: int, num_pairs: int) -> int:
         """How many pairs may take part in the backward; negative where not even the forward fits."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from collectives.codecs.hashing import derive_seed
 from collectives.errors import ConfigError
 from collectives.expert_state import ExpertState
-from collectives.moe import MoELayer, Routes, Selection, Selector, keep_all
+from collectives.moe import CHUNK_PAIRS, MoELayer, Routes, Selection, Selector, keep_all
 from collectives.transport import Transport, all_gather_records
 from placement.expert_plans import ExpertPlan, PlanBook, make_plan
 from placement.experts import POLICIES
@@ -130,7 +130,9 @@ class ExpertBalancer:
         first = make_plan(self.rule, even, self.ranks, None, 0, 0)
         self.book = PlanBook(first)
         self.load = self._new_load(len(layers))
-        memory = PairMemory.of(free_bytes or 0, width, hidden, layers[0].w1.element_size())
+        memory = PairMemory.of(
+            free_bytes or 0, width, hidden, layers[0].w1.element_size(), CHUNK_PAIRS, keep_hidden=layers[0].keep_hidden
+        )
         self.layers: list[_Layer] = []
         for index, layer in enumerate(layers):
             state = ExpertState([layer.w1, layer.w2], self.num_experts, transport, lr=lr, weight_decay=weight_decay)
@@ -266,7 +268,7 @@ class ExpertBalancer:
         """Of the fullest rank: forward activations of all layers, the backward of one."""
         memory, load = self.layers[0].memory, self.load
         resident = len(self.layers) * memory.instance_bytes * hosted + memory.forward_bytes * load.pairs.sum(0)
-        backward = memory.gradient_bytes * load.pairs + memory.retained_bytes * load.kept
+        backward = np.vectorize(memory.backward_bytes, otypes=[np.int64])(load.pairs, load.kept)
         return int((resident + backward.max(0)).max())
 
     def _selector(self, index: int) -> Selector:

@@ -1,5 +1,6 @@
 """The distributed layer against one process that holds all tokens and all experts, in float64."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,12 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
+from collectives import moe
 from collectives.errors import CollectiveMismatch
 from collectives.expert_state import ExpertState
 from collectives.moe import DISPATCH, MoELayer, Routes, Selection, Selector, keep_all
-from collectives.transport import LocalTransport, run_local
+from collectives.transport import LocalGroup, LocalTransport, run_local
 from placement.experts import POLICIES
+from placement.quotas import PairMemory
 from placement.quotas import select as draw
 from placement.split import Ranks, token_map
 
@@ -249,3 +255,88 @@ def test_balance_loss_is_one_at_perfect_balance_and_the_bias_moves_against_the_l
         assert layer.router.bias.tolist() == pytest.approx([-1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3])
 
     run_local(1, body)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors alive at once, of those made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        known = {a.untyped_storage()._cdata for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in known | self.seen and storage.nbytes():
+                    self.seen.add(storage._cdata)
+                    self.live += storage.nbytes()
+                    weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def free(self, key: int, num_bytes: int) -> None:
+        self.seen.discard(key)
+        self.live -= num_bytes
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("keep_hidden", [True, False])
+def test_the_experts_take_the_memory_that_is_planned(share: float, keep_hidden: bool) -> None:
+    width, hidden, slots, rows = 64, 256, 4, 4096
+    pairs = slots * rows
+
+    def select(scores: Tensor, expert: Tensor) -> Selection:
+        kept = draw(scores.numpy(), expert.numpy(), slots, int(share * pairs), [1])
+        return Selection(torch.from_numpy(kept.index), torch.from_numpy(kept.weight))
+
+    w1 = torch.randn(slots, width, hidden, requires_grad=True)
+    w2 = torch.randn(slots, hidden, width, requires_grad=True)
+    count = np.array([pairs])
+    move = moe._Move(LocalGroup(1).transports()[0], DISPATCH, count, count, moe.LayerLoad(), None, 0)
+    order = torch.arange(pairs)
+    step = moe._Step(
+        slices=[(slot, slice(slot * rows, (slot + 1) * rows)) for slot in range(slots)],
+        expert=order // rows,
+        grouping=order,
+        row_of_arrival=order,
+        select=select,
+        dispatch=move,
+        keep_hidden=keep_hidden,
+        sign=None,
+    )
+    arrived = torch.randn(pairs, width, requires_grad=True)
+    gradient = torch.randn(pairs, width)
+    with LiveBytes() as tracker:
+        y = moe._ExpertFFN.apply(arrived, w1, w2, step)
+        del y  # its rows leave for their tokens' ranks
+        y = moe._ExpertFFN.apply(arrived, w1, w2, step)
+        held = tracker.live - y.nbytes
+        tracker.peak = 0
+        y.backward(gradient)
+    weights = w1.nbytes + w2.nbytes
+    measured = tracker.peak - y.nbytes + weights + gradient.nbytes
+    memory = PairMemory.of(0, width, hidden, 4, moe.CHUNK_PAIRS, keep_hidden=keep_hidden)
+    planned = memory.peak_bytes(slots, pairs, int(share * pairs))
+    assert held == pytest.approx(memory.forward_bytes * pairs, rel=0.02)
+    assert planned == pytest.approx(measured, rel=0.10)
+
+
+def test_recomputing_the_layer_repeats_its_routing_and_its_sample() -> None:
+    parts = tokens(2)
+
+    def one(transport: LocalTransport, recompute: bool) -> tuple[Tensor, Tensor]:
+        layer, state, hosts = make_layer(transport, "robust", 5, sampler(4, 0, transport.rank))
+        x = parts[transport.rank].clone().requires_grad_()
+        y = checkpoint(lambda x: layer(x)[0], x, use_reentrant=False) if recompute else layer(x)[0]
+        y.square().sum().backward()
+        state.reduce_gradients(hosts)
+        assert x.grad is not None
+        return x.grad, state.gradient.clone()
+
+    plain, again = (run_local(2, lambda t, r=r: one(t, r)) for r in (False, True))
+    for expected, found in zip(plain, again, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
