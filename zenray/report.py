@@ -11,8 +11,10 @@ import difflib
 import html
 import io
 import json
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -70,10 +72,13 @@ def write_report(run: str, out: Path | None, uri: str | None = None) -> Path:
 
 def find_run(client: Any, wanted: str) -> Any:
     """The run with this id, or the newest with this name in any experiment."""
+    if re.fullmatch("[0-9a-f]{32}", wanted):
+        with suppress(Exception):  # MLflow has its own class for "no such run", which this file does not import
+            return client.get_run(wanted)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(experiments, order_by=["attributes.start_time DESC"], max_results=1000)
     for run in runs:
-        if wanted in (run.info.run_id, run.info.run_name):
+        if wanted == run.info.run_name:
             return run
     names = list(dict.fromkeys(run.info.run_name for run in runs))
     near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3) or names[:3]
@@ -159,7 +164,7 @@ def render(page: RunPage) -> str:
             parts.append(f"<details><summary>{esc(heading)}</summary><pre>{esc(text)}</pre></details>")
     if page.left_out:
         parts.append(f"<p class='facts'>too large for this page: {esc(', '.join(page.left_out))}</p>")
-    head = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>{esc(title)}</title>"
+    head = f"<meta charset='utf-8'>{CONTENT_POLICY}<title>{esc(title)}</title>"
     return f"<!doctype html><html lang='en'><head>{head}<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
 
 
@@ -285,6 +290,9 @@ def esc(value: object) -> str:
     """As text of the page, never as markup."""
     return html.escape(str(value), quote=True)
 
+
+CONTENT_POLICY = "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
+"""Whatever a record holds, the page loads and runs nothing."""
 
 STYLE = """
 :root{color-scheme:light}

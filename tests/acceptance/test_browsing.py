@@ -163,9 +163,12 @@ def test_the_report_is_one_page_that_asks_for_nothing(store_uri, tmp_path, open_
 
 
 def test_a_run_that_is_not_there_is_answered_with_the_nearest(store_uri, tmp_path):
-    fill(store_uri, tmp_path)
+    run_id = fill(store_uri, tmp_path)
     with pytest.raises(TrackingError, match="There is: train stdlib_lm"):
         write_report("train stdlib", None, store_uri)
+    with pytest.raises(TrackingError, match="no run has the id"):
+        write_report("0" * 32, None, store_uri)
+    assert write_report(run_id, None, store_uri) == Path(f"report-{run_id[:8]}.html")
 
 
 def test_the_load_of_the_node_is_recorded_while_a_job_runs(store_uri, runs_of, monkeypatch):
