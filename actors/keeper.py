@@ -29,7 +29,7 @@ import ray
 import torch.distributed as dist
 from ray.exceptions import RayError
 
-from actors.delivery import Address, Delivery
+from actors.delivery import Address, Delivery, give_way
 from actors.errors import CheckpointError, HolderLost, Interrupted
 from actors.folder import ShardFolder
 from actors.frames import Bytes, Frame, parts, read, seal
@@ -229,6 +229,7 @@ class Keeper:
 
     def close(self) -> None:
         """Stop sending. Idempotent."""
+        self.pace.lift()
         self._outbox.put(None)
 
     def reached(self, phase: Phase, step: int) -> None:
@@ -255,6 +256,7 @@ class Keeper:
     # --- the background thread ----------------------------------------------------------------------------------------
 
     def _replicate_all(self) -> None:
+        give_way()
         try:
             while (item := self._outbox.get()) is not None:
                 self._replicate(*item)

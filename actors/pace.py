@@ -80,13 +80,14 @@ class Pace:
 
     def delivered(self, num_bytes: int, seconds: float) -> None:
         """One remote copy went through unhindered, acknowledgement included."""
-        if self.plan is not None:
-            return
-        self._speeds.append(num_bytes / seconds)
-        steps = self._steps[1:]  # the first holds the time before training began
-        if len(steps) >= PROFILE_STEPS and len({len(spans) for spans in steps}) == 1:
-            self.plan = self._make_plan(steps, num_bytes)
-        del self._steps[1:-PROFILE_STEPS], self._speeds[: -PROFILE_STEPS * self.num_remote]
+        with self._changed:
+            if self.plan is not None:
+                return
+            self._speeds.append(num_bytes / seconds)
+            steps = self._steps[1:]  # the first holds the time before training began
+            if len(steps) >= PROFILE_STEPS and len({len(spans) for spans in steps}) == 1:
+                self.plan = self._make_plan(steps, num_bytes)
+            del self._steps[1:-PROFILE_STEPS], self._speeds[: -PROFILE_STEPS * self.num_remote]
 
     def _make_plan(self, steps: Sequence[Sequence[float]], num_bytes: int) -> TrafficPlan:
         spans = [median(seconds) for seconds in zip(*steps, strict=True)]

@@ -227,6 +227,9 @@ class RecoverableGroup(WorkerGroup):
         self.epoch += 1
         self.journal.fence(self.epoch)
         lost = set(self._lost) | ({error.rank} if isinstance(error, WorkerLost) else set())
+        if self.stage is Stage.JOINING:
+            for member in self.members:
+                member.actor.abort.remote()
         cause = str(error).splitlines()[0]
         self.recoveries.append(Recovery(self.epoch, cause, (), time.time(), self.journal.committed))
         self._go(Stage.FENCING)
@@ -383,12 +386,18 @@ class RecoverableGroup(WorkerGroup):
         self._ledger = CommitLedger(self.epoch, len(self.members), plan.step)
         hosts = [member.place.seat.node_id for member in self.members]
         domains = {node.node_id: node.labels.get("zone", node.node_id) for node in read_cluster().nodes}
-        limit = self.protection.memory_limit_bytes
-        live = {host: Host(host, domains.get(host, host), limit, 0) for host in self.crew.holders}
+        limit, shard_bytes = self.protection.memory_limit_bytes, self._shard_bytes()
+        live = {
+            host: Host(host, domains.get(host, host), limit, hosts.count(host) * shard_bytes)
+            for host in self.crew.holders
+        }
         self._rules = assign_holders(hosts, live, self.protection.copies)
         fewest = min(len(rule) for rule in self._rules)
         if fewest < self.protection.copies:
-            self._say(f"only {fewest} of {self.protection.copies} copies: {len(live)} holders are alive")
+            self._say(
+                f"only {fewest} of {self.protection.copies} copies: {len(live)} holders are alive, each with room for "
+                f"{limit} bytes; a shard has {shard_bytes or 'a still unknown number of'} bytes"
+            )
         sources = tuple(
             tuple(self.crew.holders[host] for host in kept if host in self.crew.holders) for kept in plan.sources or ()
         )
@@ -411,6 +420,11 @@ class RecoverableGroup(WorkerGroup):
             )
             for rank, old in enumerate(self._old_ranks)
         ]
+
+    def _shard_bytes(self) -> int:
+        """What one rank's shard will take, by the latest ones; 0 before the first."""
+        latest = {kept.rank: kept.frame_bytes for kept in self.kept}
+        return sum(latest.values()) // len(self.members)
 
     def _committed(self, step: int) -> None:
         if self.stage is Stage.RESTORING:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,13 +21,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from actors.errors import WorkerError
+from actors.errors import Interrupted, WorkerError, WorkerTimeout
 from actors.rendezvous import connect_store, group_timeout, node_address, open_store, pin_gloo_to
 from collectives import nccl
 from collectives.torch_transport import TorchTransport
 from collectives.transport import Transport
 from placement.inventory import Place, Seat
 
+_MEET_POLL_S = 0.01
 _PROBE_TAG = (1 << 31) - 1
 """A tag under which nobody sends, apart from those that transports use."""
 
@@ -101,6 +103,7 @@ class GpuWorker:
         self.place: Place | None = None
         self.transport: Transport | None = None
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._is_aborted = False
 
     @ray.method(concurrency_group="control")
     def sit(self) -> tuple[Seat, int]:
@@ -123,6 +126,7 @@ class GpuWorker:
         if self.gpu_ids:
             torch.cuda.set_device(0)
         meeting = PrefixStore(f"{self.run_id}/e{self.epoch}", self.store)
+        self._await_all(meeting, place, start_timeout_s)
         torch_has_nccl = dist.is_nccl_available()
         dist.init_process_group(
             "nccl" if self.gpu_ids and torch_has_nccl else "gloo",
@@ -138,11 +142,24 @@ class GpuWorker:
             self.transport = TorchTransport(timeout_s=collective_timeout_s)
         self.place = place
 
+    def _await_all(self, meeting: PrefixStore, place: Place, timeout_s: float) -> None:
+        """Return when all ranks have come: torch's own wait, which comes next, cannot be told that one died."""
+        meeting.set(f"here/{place.rank}", "")
+        deadline = time.monotonic() + timeout_s
+        while not meeting.check([f"here/{rank}" for rank in range(place.size)]):
+            if self._is_aborted:
+                raise Interrupted(f"rank {place.rank} was told to leave while it joined")
+            if time.monotonic() > deadline:
+                missing = [rank for rank in range(place.size) if not meeting.check([f"here/{rank}"])]
+                raise WorkerTimeout(phase="join", epoch=self.epoch, missing=missing, timeout_s=timeout_s)
+            time.sleep(_MEET_POLL_S)
+
     @ray.method
     def leave(self, epoch: int) -> None:
         """Forget the process group, after every function has ended; the next `join` belongs to `epoch`."""
         self.transport = self.place = self.store = None
         self.inbox = queue.SimpleQueue()
+        self._is_aborted = False
         if dist.is_initialized():
             dist.destroy_process_group()
         self.epoch = epoch
@@ -163,7 +180,8 @@ class GpuWorker:
 
     @ray.method(concurrency_group="control")
     def abort(self) -> None:
-        """Make the collectives that the running function waits in, and all later ones, raise."""
+        """Make the collectives that the running function waits in, and all later ones, raise; also a join under way."""
+        self._is_aborted = True
         self.inbox.put(Aborted(self.epoch))
         if self.transport is not None:
             self.transport.abort()

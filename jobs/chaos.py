@@ -126,6 +126,8 @@ class Bench:
         self.config, self.nodes, self.out = config, nodes, out
         self.group = self._new_group()
         self.num_groups = 1
+        self.num_removed = 0
+        """Nodes that the seed before took away."""
 
     def _new_group(self) -> RecoverableGroup:
         group = RecoverableGroup(
@@ -147,18 +149,18 @@ class Bench:
 
     def strike(self, fault: Fault, reference: Any) -> Outcome:
         """One faulty run, judged."""
+        self._mend()
         outcome = Outcome(fault)
         folder = self.out / f"seed-{fault.seed:04d}"
         training = self._training(folder.name)
         storage = Storage(folder / "checkpoints", self.config.storage_every)
-        removed: list[str] = []
 
         def on_report(report: Report) -> None:
             if "remove_node_of_rank" in report.metrics:
                 host = self.group.members[report.rank].place.seat.node_id
                 self._note_fault(folder)
                 self.nodes.remove(host)
-                removed.append(host)
+                self.num_removed += 1
 
         def on_commit(step: int) -> None:
             if (fault.phase, fault.kind, fault.step) == (Phase.COMMIT, Kind.KILL, step) and not self._struck(folder):
@@ -182,7 +184,6 @@ class Bench:
         except ZenrayError as error:
             outcome.error = f"{type(error).__name__}: {error}"
         self._judge(outcome, folder)
-        self._mend(removed)
         return outcome
 
     def _training(self, name: str) -> Training:
@@ -232,10 +233,11 @@ class Bench:
             case Kind.DELAY | Kind.SLOW:
                 return True
 
-    def _mend(self, removed: list[str]) -> None:
-        """Put the cluster back as it was before the next seed; a broken group is replaced."""
-        for _ in removed:
+    def _mend(self) -> None:
+        """Put the cluster back as it was before the seed before; a broken group is replaced."""
+        for _ in range(self.num_removed):
             self.nodes.add()
+        self.num_removed = 0
         if self.group.state is GroupState.BROKEN:
             self.group.shutdown()
             self.group = self._new_group()

@@ -104,7 +104,7 @@ class Striker:
         if fault.kind is Kind.SLOW and keeper.context.rank == fault.rank and step >= fault.step:
             if not (self.folder / "fault.jsonl").exists():
                 note(self.folder, "fault", phase=Phase.REPLICATE)
-            time.sleep(fault.delay_s)
+            time.sleep(fault.delay_s / 4)
         at_place = (step, keeper.context.rank, keeper.assignment.attempt) == (fault.step, fault.rank, 0)
         if fault.kind is not Kind.CORRUPT or not at_place or (self.folder / "fault.jsonl").exists():
             return data

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from placement.errors import PlacementError
 from placement.replicas import Host, place_replicas
 
 
@@ -130,14 +131,19 @@ def assign_holders(rank_hosts: Sequence[str], live: Mapping[str, Host], copies: 
     """result[rank] = hosts that keep the rank's shard, its own first where that has a holder.
 
     Hosts with ranks form groups (or groups and a ring) over different failure domains; spare hosts join only where
-    fewer than `copies` hosts with ranks are left. With fewer live holders than `copies` there are fewer copies.
-    Raises PlacementError where two slots of all kept shards do not fit into a host's memory.
+    fewer than `copies` hosts with ranks are left. With fewer live holders than `copies`, or where two slots of all kept
+    shards do not fit into some host's memory, there are fewer copies. Raises PlacementError where not even one fits.
     """
     names = sorted({host for host in rank_hosts if host in live})
     names += [host for host in sorted(live) if host not in names][: max(0, copies - len(names))]
     if not names:
         return tuple(() for _ in rank_hosts)
-    plan = place_replicas([live[name] for name in names], min(copies, len(names)))
+    try:
+        plan = place_replicas([live[name] for name in names], min(copies, len(names)))
+    except PlacementError:
+        if copies == 1:
+            raise
+        return assign_holders(rank_hosts, live, copies - 1)
     rule = {name: tuple(names[j] for j in kept) for name, kept in zip(names, plan.holders, strict=True)}
     return tuple(rule.get(host, rule[names[rank % len(names)]]) for rank, host in enumerate(rank_hosts))
 

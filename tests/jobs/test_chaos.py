@@ -1,4 +1,4 @@
-"""Failures drawn from seeds, their judgement, and ten of them on real nodes: nothing lost, nothing left behind."""
+"""Failures drawn from seeds, their judgement, and twenty of them on real nodes: nothing lost, nothing left behind."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_the_summary_counts_seeds_and_gives_percentiles_by_kind() -> None:
 
 
 @pytest.mark.timeout(4000)
-@pytest.mark.parametrize("seeds", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_faults_on_real_nodes_lose_nothing_and_leave_nothing(tmp_path: Path, seeds: int) -> None:
     """A job of its own, so that everything it started can be counted afterwards."""
     environment = {**os.environ, "HOME": str(tmp_path)}

@@ -109,9 +109,10 @@ def test_copies_lie_in_different_failure_domains() -> None:
 
 
 def test_too_little_memory_is_said_with_numbers() -> None:
-    live = {"a": host("a", free=15), "b": host("b")}
-    with pytest.raises(PlacementError, match="host a would keep 40 bytes"):
-        assign_holders("ab", live, 2)
+    live = {"a": host("a", free=25), "b": host("b")}
+    assert assign_holders("ab", live, 2) == (("a",), ("b",))  # room for one copy is used
+    with pytest.raises(PlacementError, match="host a would keep 20 bytes"):
+        assign_holders("ab", live | {"a": host("a", free=15)}, 2)
 
 
 def test_the_ledger_commits_when_all_ranks_have_and_ignores_other_epochs() -> None:

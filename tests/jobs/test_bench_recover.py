@@ -1,0 +1,47 @@
+"""The recovery benchmark's judgement of two runs from their notes, its ratios and its picture; no cluster."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs.bench._recover_loops import Task
+from jobs.bench.recover import SYSTEMS, figures, judge, plot
+
+STEADY = {"overhead": 0.02, "step_s": 0.102, "unprotected_step_s": 0.1}
+
+
+def notes(folder: Path, name: str, rows: list[tuple[int, float]]) -> None:
+    (folder / f"{name}.jsonl").write_text(
+        "".join(json.dumps({"step": s, "time_s": t}) + "\n" for s, t in rows) + "{torn"
+    )
+
+
+def test_a_run_is_judged_from_its_notes(tmp_path: Path) -> None:
+    task = Task(str(tmp_path), 1 << 20, 12, 4, 0.0, kill_step=8)
+    before = [(step, 100.0 + step) for step in range(1, 8)]
+    notes(tmp_path, "kill", [(8, 107.5)])
+    notes(tmp_path, "applied-0", [*before, (5, 120.0), (6, 121.0), (7, 122.0), (8, 123.0)])
+    notes(tmp_path, "applied-1", [*before[:-1], (5, 120.0), (6, 121.0), (7, 122.5), (8, 124.5)])
+    (tmp_path / "state").write_bytes(bytes(10))
+    assert judge(tmp_path, task, began=90.0) == {
+        "passed_s": 17.0,  # until the slower rank has applied step 8
+        "redone_steps": 3.0,  # 5, 6 and 7 of rank 0
+        "step_s": 1.0,
+        "cold_start_s": 11.0,
+        "stored_bytes": 10.0,
+    }
+
+
+def test_ratios_are_those_of_the_same_size_and_the_picture_holds_them(tmp_path: Path) -> None:
+    seconds = {"1": (0.5, 10.0, 5.0), "16": (1.0, 12.0, 6.0), "64": (2.0, 14.0, 9.0)}
+    rows = {
+        size: {name: {"passed_s": value} for name, value in zip(SYSTEMS, values, strict=True)} | {"steady": STEADY}
+        for size, values in seconds.items()
+    }
+    metrics = figures(rows)
+    assert metrics["speedup_by_size_mib"]["16"] == {"ray_train": 12.0, "ray_train_tuned": 6.0}
+    assert (metrics["speedup_over_ray_train"], metrics["speedup_over_ray_train_tuned"]) == (12.0, 6.0)
+    assert metrics["overhead_per_step"] == pytest.approx({"1": 0.02, "16": 0.02, "64": 0.02})
+    plot(rows, tmp_path / "recover.png")
+    assert (tmp_path / "recover.png").read_bytes().startswith(b"\x89PNG")
