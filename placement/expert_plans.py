@@ -70,30 +70,27 @@ class PlanBook:
             if plan.version > self.newest:
                 self._held.append(plan)
 
-    def record(self) -> tuple[int, int, int]:
-        """What to show to the other ranks: newest version, its digest, and the digest of the one before."""
-        before = self._held[-2].digest if len(self._held) > 1 else 0
-        return self.newest, self._held[-1].digest, before
+    def record(self) -> list[int]:
+        """What to show to the other ranks: newest version, then its digest and those before it; 0 for one not held."""
+        held = {plan.version: plan.digest for plan in self._held}
+        return [self.newest, *(held.get(self.newest - age, 0) for age in range(KEPT_PLANS))]
 
     def settle(self, table: Int, step: int) -> bool:
-        """table: int64 [N, 3], every rank's `record`. Take up the newest plan that all ranks hold, if it is due at `step`.
+        """table: int64 [N, 1 + KEPT_PLANS], every rank's `record`. Take up the newest plan that all hold, if due at `step`.
 
         Returns whether ranks must plan for themselves. Raises PlacementError, on all ranks, where ranks hold different
         plans under one version.
         """
         common = int(table[:, 0].min())
-        same = table[table[:, 0] == common]
-        if len(set(same[:, 1].tolist())) > 1:
-            ranks = np.flatnonzero(table[:, 0] == common).tolist()
+        age = table[:, 0] - common
+        shown = np.where(age < KEPT_PLANS, table[np.arange(len(table)), 1 + np.minimum(age, KEPT_PLANS - 1)], 0)
+        if len(set(shown[shown != 0].tolist())) > 1:
             raise PlacementError(
-                f"ranks {ranks} hold different expert plans under version {common} (digests {same[:, 1].tolist()}): two "
+                f"ranks hold different expert plans under version {common} (digests by rank: {shown.tolist()}): two "
                 f"planners serve one job; end one of them"
             )
-        digest = int(same[0, 1])
-        ahead = table[table[:, 0] == common + 1]
-        known = len(same) + len(ahead) == len(table) and bool((ahead[:, 2] == digest).all())
-        found = next((plan for plan in self._held if plan.version == common and plan.digest == digest), None)
-        if common > self.current.version and known and found is not None and found.valid_from <= step:
+        found = next((plan for plan in self._held if plan.version == common), None)
+        if common > self.current.version and shown.all() and found is not None and found.valid_from <= step:
             self.current, self.num_stale = found, 0
         else:
             self.num_stale += 1

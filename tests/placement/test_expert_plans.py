@@ -44,6 +44,22 @@ def test_all_ranks_that_hear_the_same_use_the_newest() -> None:
     assert {book.current.version for book in books} == {2}
 
 
+def test_a_rank_that_is_ahead_still_agrees_on_what_all_hold() -> None:
+    published = [plan(version) for version in range(1, 9)]
+    books = [PlanBook(plan(0)) for _ in range(2)]
+    books[0].hear(published[:5])
+    books[1].hear(published[:2])
+    shown = table(books)
+    for book in books:
+        book.settle(shown, 5)
+    assert {book.current.version for book in books} == {2}
+    books[0].hear(published)
+    shown = table(books)
+    for book in books:
+        book.settle(shown, 6)
+    assert {book.current.version for book in books} == {2}, "version 2 is no longer held by the first"
+
+
 def test_a_plan_waits_for_its_step_and_for_the_last_rank() -> None:
     books = [PlanBook(plan(0)) for _ in range(2)]
     books[0].hear([plan(1, valid_from=7)])
