@@ -24,6 +24,8 @@ Float = NDArray[np.float64]
 SCORE_FLOOR = 1e-3
 """Smallest score of a pair, as a share of its expert's mean: bounds the weights at 1000 times the typical one."""
 _ONE = 1 << 40
+MAX_STRIDES = 4
+"""By how many factors the share may shrink at once: one for every halving that the variance is below its limit."""
 
 
 @dataclass(frozen=True)
@@ -272,5 +274,8 @@ class Retention:
         if following.step % self.every or not np.isfinite(sampling) or not np.isfinite(batch):
             return following
         if sampling <= self.kappa * batch:
-            return replace(following, rho=max(self.lowest, self.rho * self.shrink))
+            # far below the limit one stride is too timid: a short run would be over before the share has settled
+            room = np.log2(self.kappa * batch / sampling) if sampling > 0 else np.inf
+            strides = int(np.clip(room, 1, MAX_STRIDES))
+            return replace(following, rho=max(self.lowest, self.rho * self.shrink**strides))
         return replace(following, rho=min(1.0, self.rho / self.grow))
