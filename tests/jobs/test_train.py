@@ -259,6 +259,20 @@ def test_links_are_refused_without_the_means_and_beside_another_cluster(monkeypa
     assert not shapes_links(load(TrainConfig, None, []), Run("train", Path(), {}).say)
 
 
+def test_what_is_trained_again_after_a_recovery_counts_once():
+    log = TrainingLog(["v"])
+    block = {"kind": "block", "variant": "v", "first_step": 4, "warmup": False, "block_s": 2.0}
+    traffic = {"kind": "traffic", "variant": "v", "first_step": 4, "warmup": False, "num_steps": 2, "wire_bytes": None}
+    for seconds in (2.0, 9.0):
+        log.take(0, block | {"losses": [0.5, 0.4], "step_s": [1.0, 1.0], "block_s": seconds})
+        for rank in range(2):
+            log.take(rank, traffic | {"sent_bytes": {"dense": 100}})
+    assert len(log.blocks) == 1
+    assert log.steps_per_s("v") == 1.0
+    assert log.losses("v") == [0.5, 0.4]
+    assert log.bytes_by_phase("v") == {"dense": 50.0}
+
+
 # --- a worker that is killed -----------------------------------------------------------------------------------------------
 
 LETHAL = """
@@ -287,7 +301,7 @@ sys.exit(jobs.train.main())
 """
 
 
-@pytest.mark.parametrize("baseline", [False, True])
+@pytest.mark.parametrize("baseline", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_killed_worker_costs_neither_the_job_nor_a_bit(train, ray_head, tmp_path, baseline):
     """One variant: each update is kept. A comparison, struck in its second variant: whole rounds are, and none counts twice.
 
