@@ -2,15 +2,18 @@
 
 The language model of `jobs.moe` trains once with every pair and once for each share, over several seeds, with the pairs
 drawn by score, drawn alike (uniform), and cut off below the largest scores (top-q, which is biased and must fail). The
-layer's times are those of one core alone, with kept and with recomputed activations.
+layer's times are those of one core alone, with kept and with recomputed activations. Joint plans of random small cases
+are held against the optimum of a mixed-integer program.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
 from collectives.policy import SyncPolicy
@@ -20,6 +23,9 @@ from jobs.moe_rank import MoePlan, MoeTrainer, MoeVariant, one_core, time_layer
 from jobs.ranks import run_ranks
 from jobs.train_config import Count, PositiveCount
 from jobs.workloads.moe_lm import MoeLm, MoeLmConfig
+from placement.joint_plan import exact_joint_plan, joint_plan
+from placement.quotas import sampling_variance
+from placement.split import Ranks
 from zenray.config import Section
 
 FILES = ()
@@ -52,6 +58,8 @@ class Config(Section):
     """Tokens of the timed layer; 0 times nothing."""
     timed_width: PositiveCount = 256
     """Model width of the timed layer; its experts are four times as wide."""
+    planned_cases: Count = 30
+    """Random cases in which the joint plan is compared with the optimum; 0 compares none."""
     timeout_s: float = 3000.0
     """Of the training."""
 
@@ -59,6 +67,8 @@ class Config(Section):
 def run(config: Config, run: Run) -> dict[str, Any]:
     """Train, then time; see the module's docstring. Keys: retention.RHO.loss_minus_full, uniform and top_q beside."""
     metrics: dict[str, Any] = {"layer": times(config, run)} if config.timed_tokens else {}
+    if config.planned_cases:
+        metrics["joint_plan"] = joint_gap(config.planned_cases, run)
     run.say(f"training {len(variants_of(config))} variants x {config.seeds} seeds on {config.ranks} ranks")
     found = run_ranks(
         config.ranks, "jobs.bench.moe:train_rank", config.model_dump(mode="json"), timeout_s=config.timeout_s
@@ -134,4 +144,25 @@ def times(config: Config, run: Run) -> dict[str, Any]:
         f"Backward time of one layer ({width} x {hidden}, {2 * tokens} pairs) over the full one with kept activations"
     )
     run.table(title, ["activations", *(f"rho {rho}" for rho in shares)], rows)
+    return found
+
+
+def joint_gap(num_cases: int, run: Run) -> dict[str, float]:
+    """Layer time of the joint plan over the optimum's (3 ranks x 3 slots, 6 experts), and how long a plan takes."""
+    gaps, seconds = [], []
+    for seed in range(num_cases):
+        rng = np.random.default_rng(seed)
+        w = rng.multinomial(240, rng.dirichlet(np.full(6, 0.7))).astype(np.int64) + 1
+        scores = [np.exp(rng.normal(0, 1, count)) for count in w]
+        limit = sum(sampling_variance(s, max(1, len(s) // 2)) for s in scores)
+        case = (w, scores, Ranks.equal(3, 3), np.full(3, 2.0), limit)
+        started = time.perf_counter()
+        ours = joint_plan(*case)
+        seconds.append(time.perf_counter() - started)
+        gaps.append(ours.seconds / exact_joint_plan(*case).seconds)
+    found = {"over_optimum_mean": mean(gaps), "over_optimum_worst": max(gaps), "plan_ms": median(seconds) * 1e3}
+    run.say(
+        f"joint plans: {found['over_optimum_mean']:.3f} times the optimum's time on average, "
+        f"{found['over_optimum_worst']:.3f} at worst, {found['plan_ms']:.1f} ms each"
+    )
     return found

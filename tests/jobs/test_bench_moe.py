@@ -11,6 +11,7 @@ from jobs.job import run_job
 TINY = [
     *("model.layers=1", "model.width=16", "model.heads=2", "model.context=32", "model.experts=4", "model.hidden=16"),
     *("model.evaluation_bytes=1024", "slots=4", "steps=3", "batch=4", "seeds=2", "timed_tokens=64", "timed_width=16"),
+    "planned_cases=3",
 ]
 
 
@@ -23,6 +24,7 @@ def test_keys(tmp_path) -> None:
     assert len(metrics["retention"]["0.75"]["loss_minus_full_by_seed"]) == 2
     assert set(metrics["layer"]["keep"]) == set(metrics["layer"]["recompute"]) == {"1.0", "0.75", "0.5", "0.25"}
     assert metrics["layer"]["keep"]["1.0"] == 1.0
+    assert 0.95 < metrics["joint_plan"]["over_optimum_mean"] <= metrics["joint_plan"]["over_optimum_worst"] < 1.15
     assert document["baseline"]["full_backward_loss"] == pytest.approx(metrics["full_loss"])
 
 
