@@ -1,4 +1,4 @@
-"""`ExpertPlanner`: one actor of a training job that turns expert counts into versioned placements, off the critical path.
+"""`ExpertPlacementActor`: one actor of a training job that turns expert counts into versioned plans, off the critical path.
 
 Rank 0 hands counts over and asks for plans without ever waiting (`PlanClient`); no tensor passes through here. The actor
 may die at any time: ranks go on with the plan they have and, after a while, plan for themselves, all alike. One that Ray
@@ -28,7 +28,7 @@ ASK_AGAIN_STEPS = 10
 """Polls between two attempts to reach a planner that did not answer."""
 
 
-class ExpertPlanner:
+class ExpertPlacementActor:
     """Plans from the last counts. A plain class; `start` makes the actor."""
 
     def __init__(self, run_id: str, policy: str, ranks: Ranks):
@@ -77,13 +77,13 @@ def start(run_id: str, policy: str, ranks: Ranks) -> Any:
 
     It lives as long as the returned handle and the process that holds it.
     """
-    actor = ray.remote(ExpertPlanner).options(name=actor_name(run_id), num_cpus=0, max_restarts=-1)
+    actor = ray.remote(ExpertPlacementActor).options(name=actor_name(run_id), num_cpus=0, max_restarts=-1)
     return actor.remote(run_id, policy, ranks)
 
 
 def actor_name(run_id: str) -> str:
     """Its name on the cluster."""
-    return f"zenray/{run_id}/expert_planner"
+    return f"zenray/{run_id}/expert_placement"
 
 
 class PlanClient:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from actors.errors import GroupStateError, HolderLost, MemoryExhausted, WorkerError, WorkerLost, WorkerTimeout
+    from actors.expert_placement import ExpertPlacementActor, PlanClient
     from actors.keeper import Keeper
     from actors.protection import Protection
     from actors.recovery import RecoverableGroup
@@ -53,6 +54,8 @@ _HOMES = {
     "SyncPolicy": "collectives.policy",
     "MoELayer": "collectives.moe",
     "ExpertBalancer": "zenray.moe",
+    "ExpertPlacementActor": "actors.expert_placement",
+    "PlanClient": "actors.expert_placement",
     "ExpertsState": "zenray.moe_state",
     "load_experts": "zenray.moe_state",
     "ZenrayError": "collectives.errors",
@@ -97,6 +100,7 @@ __all__ = [
     "ConfigError",
     "DataPosition",
     "ExpertBalancer",
+    "ExpertPlacementActor",
     "ExpertsState",
     "GangDoesNotFit",
     "GradientError",
@@ -111,6 +115,7 @@ __all__ = [
     "OuterLoop",
     "PeerLost",
     "PlacementError",
+    "PlanClient",
     "Protection",
     "QueueMissing",
     "RandomState",

@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from actors.errors import WorkerError
-from actors.expert_placement import ExpertPlanner, PlanClient, actor_name, client, start
+from actors.expert_placement import ExpertPlacementActor, PlanClient, actor_name, client, start
 from placement.split import Ranks, hosted
 
 RANKS = Ranks.equal(2, 4)
@@ -18,7 +18,7 @@ def counts(step: int) -> np.ndarray:
 
 
 def test_versions_follow_the_ranks_and_late_counts_change_nothing() -> None:
-    planner = ExpertPlanner("r", "robust", RANKS)
+    planner = ExpertPlacementActor("r", "robust", RANKS)
     assert planner.expected_imbalance() == 1.0
     assert [planner.note(step, counts(step), 0) for step in (0, 1, 2)] == [1, 2, 3]
     assert planner.note(1, counts(9), 0) == 3
@@ -29,7 +29,7 @@ def test_versions_follow_the_ranks_and_late_counts_change_nothing() -> None:
     assert all(hosted(slots, 5).any(0).all() for slots in newest.slots)
     assert 1.0 <= planner.expected_imbalance() < 1.1
     assert planner.plan(99) is None
-    restarted = ExpertPlanner("r", "robust", RANKS)
+    restarted = ExpertPlacementActor("r", "robust", RANKS)
     assert restarted.note(7, counts(7), newest=3) == 4
 
 
