@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -28,7 +28,7 @@ from collectives.moe import CHUNK_PAIRS, MoELayer, Routes, Selection, Selector, 
 from collectives.transport import Transport, all_gather_records
 from placement.expert_plans import ExpertPlan, PlanBook, make_plan
 from placement.experts import POLICIES
-from placement.quotas import Kept, PairMemory, Retention, budgets, select, top_q
+from placement.quotas import PairMemory, Retention, budgets, select, top_q
 from placement.split import Int, Ranks, SlotMap, exact_split, token_map
 
 PLAN = "expert_plan"
@@ -75,7 +75,10 @@ class _Layer:
     state: ExpertState
     slots: SlotMap
     memory: PairMemory
-    variances: list[float] = field(default_factory=list)
+    variance: float = 0.0
+    """Of this rank's last sampled backward."""
+    counted: bool = False
+    """Whether this micro-batch is in the step's load: a forward that is recomputed must not count twice."""
 
 
 class ExpertBalancer:
@@ -150,6 +153,8 @@ class ExpertBalancer:
                 "llep moves experts within a micro-batch; gradients of several cannot add up in its slots"
             )
         self.step_index, self.micro_batch = step, micro_batch
+        for item in self.layers:
+            item.variance, item.counted = 0.0, False
         if micro_batch == 0:
             self.load = self._new_load(len(self.layers))
             size = self.transport.size
@@ -158,7 +163,6 @@ class ExpertBalancer:
             factors = [0.0 if size % 2 and rank == size - 1 else (-1.0) ** rank for rank in range(size)]
             full = self.retention.rho >= 1 and self.free_bytes is None
             for index, item in enumerate(self.layers):
-                item.variances.clear()
                 item.layer.contrast_ranks = factors if due else None
                 item.layer.select = keep_all if full else self._selector(index)
 
@@ -238,7 +242,6 @@ class ExpertBalancer:
             if split.dropped.any():
                 a = _surviving(a, w - split.dropped)
                 key = (self.seed, self.step_index, self.micro_batch, index, self.transport.rank)
-                self.load.dropped += int(split.dropped.sum())
             self._count(index, w, split.pairs)
             return Routes(token_map(a, split.pairs, self.ranks), item.slots, key)
 
@@ -258,11 +261,15 @@ class ExpertBalancer:
             memory = replace(item.memory, free_bytes=self.free_bytes // len(self.layers))
             unlimited = np.ones(len(x))
             kept = np.minimum(kept, budgets(x, hosted, unlimited, float(x.max(initial=0)), [memory] * len(x)))
+        self.budget[index] = kept
+        if item.counted:
+            return
+        item.counted = True
         self.load.counts[index] += w
+        self.load.dropped += int(w.sum() - x.sum())
         self.load.pairs[index] += x
         self.load.kept[index] += kept
         self.load.peak_bytes = max(self.load.peak_bytes, self._peak_bytes(hosted))
-        self.budget[index] = kept
 
     def _peak_bytes(self, hosted: Int) -> int:
         """Of the fullest rank: forward activations of all layers, the backward of one."""
@@ -283,21 +290,18 @@ class ExpertBalancer:
             else:
                 even = values if self.sampler == "scored" else np.ones_like(values)
                 kept = select(even, expert.numpy(), self.num_experts, quota, key)
-            self._note(index, kept)
+            self.layers[index].variance = kept.variance
+            self.load.num_nonfinite += kept.num_nonfinite
             return Selection(torch.from_numpy(kept.index), torch.from_numpy(kept.weight))
 
         return select_pairs
 
-    def _note(self, index: int, kept: Kept) -> None:
-        self.layers[index].variances.append(kept.variance)
-        self.load.num_nonfinite += kept.num_nonfinite
-
     def _measure_variances(self) -> None:
-        """On control steps: what sampling adds, and what differs between the ranks' tokens besides."""
+        """On control steps, of the last micro-batch: what sampling adds, and what differs between the ranks' tokens."""
         contrasts = [item.layer.load.contrast for item in self.layers]
         if self.layers[0].layer.contrast_ranks is None or any(contrast is None for contrast in contrasts):
             return
-        sampling = self.layers[0].state.total(sum(sum(item.variances) for item in self.layers))
+        sampling = self.layers[0].state.total(sum(item.variance for item in self.layers))
         size, seen = self.transport.size, 0.0
         for item, contrast in zip(self.layers, contrasts, strict=True):
             assert contrast is not None

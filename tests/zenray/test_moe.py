@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from actors.errors import CheckpointError
 from actors.folder import Stamp
@@ -142,6 +143,25 @@ def test_every_rank_keeps_exactly_its_budget_and_a_repeated_step_the_same_pairs(
         assert first[0] == first[1] <= share
         assert first[0] == second[0]
         torch.testing.assert_close(first[2], second[2], rtol=0, atol=0)
+
+
+def test_micro_batches_add_up_and_recomputed_ones_count_once() -> None:
+    def body(transport: LocalTransport, micro_batches: int, recompute: bool) -> tuple[int, int, float]:
+        layer, balancer = make(transport)
+        whole = batch(0, transport.rank, transport.size)
+        for number, x in enumerate(whole.chunk(micro_batches)):
+            balancer.begin(0, number)
+            x = x.clone().requires_grad_()
+            y = checkpoint(lambda x: layer(x)[0], x, use_reentrant=False) if recompute else layer(x)[0]
+            y.square().sum().backward()
+        return int(balancer.load.counts.sum()), int(balancer.load.kept.sum()), balancer.reduce_gradients()
+
+    expected = run_local(2, lambda t: body(t, 1, recompute=False))[0]
+    assert expected[:2] == (TOKENS * TOP_K,) * 2
+    for micro_batches, recompute in ((1, True), (3, False), (3, True)):
+        found = run_local(2, lambda t, m=micro_batches, r=recompute: body(t, m, r))[0]
+        assert found[:2] == expected[:2]
+        assert found[2] == pytest.approx(expected[2], rel=1e-4)
 
 
 def test_the_share_in_the_backward_follows_the_variance() -> None:
