@@ -8,6 +8,8 @@ What this file does not do: decide what is worth recording in MLflow.
 from __future__ import annotations
 
 import difflib
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -205,6 +207,11 @@ METRICS: tuple[Metric, ...] = (
     ),
 )
 
+REFRESH_S = 1.0
+"""Ray exports each second at the most often."""
+HOLD_S = 600.0
+"""A gauge that nobody has set for so long is no longer exported."""
+
 _BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 
@@ -227,10 +234,10 @@ class Metrics:
             _exporter(metric).inc(float(amount), tags)
 
     def set(self, name: str, value: float, **labels: object) -> None:
-        """Set a gauge."""
+        """Set a gauge. It stays for `HOLD_S`: Ray drops one that was not set again for two export intervals."""
         metric, tags = self._resolve(name, Kind.GAUGE, labels)
         if ray.is_initialized():
-            _exporter(metric).set(float(value), tags)
+            _gauges().set(metric, tags, float(value))
 
     def observe(self, name: str, value: float, **labels: object) -> None:
         """Count one observation of a histogram."""
@@ -254,6 +261,36 @@ class Metrics:
                 f"unknown: {', '.join(sorted(unknown)) or 'none'}; missing: {', '.join(sorted(missing)) or 'none'}"
             )
         return metric, {key: given.get(key, self.labels.get(key, "")) for key in metric.labels}
+
+
+class _Gauges:
+    """Sets the gauges of this process again and again, each until `HOLD_S` after it was last set by its owner."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[tuple[Metric, tuple[str, ...]], tuple[float, dict[str, str], float]] = {}
+        threading.Thread(target=self._repeat, name="zenray-gauges", daemon=True).start()
+
+    def set(self, metric: Metric, tags: dict[str, str], value: float) -> None:
+        with self._lock:
+            self._held[metric, tuple(tags.values())] = value, tags, time.monotonic()
+        _exporter(metric).set(value, tags)
+
+    def _repeat(self) -> None:
+        while True:
+            time.sleep(REFRESH_S)
+            oldest = time.monotonic() - HOLD_S
+            with self._lock:
+                self._held = {key: entry for key, entry in self._held.items() if entry[2] > oldest}
+                held = [(metric, value, tags) for (metric, _), (value, tags, _) in self._held.items()]
+            for metric, value, tags in held if ray.is_initialized() else []:
+                _exporter(metric).set(value, tags)
+
+
+@cache
+def _gauges() -> _Gauges:
+    """Those of this process; made, with their thread, when the first one is set."""
+    return _Gauges()
 
 
 @cache

@@ -1,10 +1,12 @@
 """The table of metrics is what Prometheus and the dashboards accept, and the recorder holds to it."""
 
 import re
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
-from actors.metrics import METRICS, Kind, Metrics
+from actors.metrics import METRICS, Kind, Metrics, _Gauges
 from collectives.errors import ConfigError
 
 
@@ -55,3 +57,23 @@ def test_unknown_names_labels_and_kinds_are_refused() -> None:
         metrics.add("zenray_steps", -1)
     with pytest.raises(ConfigError, match="only grows"):
         metrics.add("zenray_steps", float("nan"))
+
+
+def test_a_gauge_is_set_again_until_its_owner_has_been_silent_for_long(
+    monkeypatch: pytest.MonkeyPatch, wait_until: Callable[[Callable[[], bool], float], bool]
+) -> None:
+    """Ray forgets a gauge after two export intervals; one that is set once a block would come and go."""
+    seen: list[tuple[float, dict[str, str]]] = []
+    exporter = SimpleNamespace(set=lambda value, tags: seen.append((value, tags)))
+    monkeypatch.setattr("actors.metrics._exporter", lambda metric: exporter)
+    monkeypatch.setattr("actors.metrics.ray.is_initialized", lambda: True)
+    monkeypatch.setattr("actors.metrics.REFRESH_S", 0.01)
+    gauges = _Gauges()
+    loss = next(metric for metric in METRICS if metric.name == "zenray_loss")
+    gauges.set(loss, {"run": "a"}, 1.0)
+    gauges.set(loss, {"run": "a"}, 2.0)
+    gauges.set(loss, {"run": "b"}, 3.0)
+    assert wait_until(lambda: len(seen) >= 9, 10.0)
+    assert {(value, tags["run"]) for value, tags in seen[5:]} == {(2.0, "a"), (3.0, "b")}
+    monkeypatch.setattr("actors.metrics.HOLD_S", 0.0)
+    assert wait_until(lambda: not gauges._held, 10.0)
