@@ -164,7 +164,8 @@ def render(page: RunPage) -> str:
             parts.append(f"<details><summary>{esc(heading)}</summary><pre>{esc(text)}</pre></details>")
     if page.left_out:
         parts.append(f"<p class='facts'>too large for this page: {esc(', '.join(page.left_out))}</p>")
-    head = f"<meta charset='utf-8'>{CONTENT_POLICY}<title>{esc(title)}</title>"
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{ALLOWED}">'
+    head = f"<meta charset='utf-8'>{policy}<title>{esc(title)}</title>"
     return f"<!doctype html><html lang='en'><head>{head}<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
 
 
@@ -291,8 +292,8 @@ def esc(value: object) -> str:
     return html.escape(str(value), quote=True)
 
 
-CONTENT_POLICY = "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
-"""Whatever a record holds, the page loads and runs nothing."""
+ALLOWED = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+"""The page's content security policy: whatever a record holds, it loads and runs nothing."""
 
 STYLE = """
 :root{color-scheme:light}
