@@ -26,7 +26,7 @@ from ray.tune.search.optuna import OptunaSearch
 
 from actors.state import digest_of
 from jobs.job import Run, run_job
-from jobs.sweep_config import Between, SweepConfig, check, grid, reference_point, train_config, widest
+from jobs.sweep_config import Between, SweepConfig, check, effective, grid, reference_point, train_config, widest
 from jobs.sweep_trial import TrialRecorder, bundles_of, run_trial
 from jobs.train_cluster import TrainCluster, shapes_links, train_behind_links, train_cluster, warn_of_temporary_folder
 from placement.errors import PlacementError
@@ -127,7 +127,8 @@ def run_trials(
 def max_concurrent(config: SweepConfig, cluster: TrainCluster) -> int:
     """How many trials of the widest kind fit side by side into what is free now; at least one.
 
-    Raises PlacementError if one could not run even on the idle cluster: it would wait for ever.
+    Behind shaped links one alone, for two would halve each other's rate. Raises PlacementError if one could not run even
+    on the idle cluster: it would wait for ever.
     """
     inventory, ranks, need = read_cluster(), widest(config), cluster.resources_per_worker
     obstacle = find_obstacle(Gang((need,) * ranks, cluster.strategy), inventory, "total")
@@ -136,6 +137,8 @@ def max_concurrent(config: SweepConfig, cluster: TrainCluster) -> int:
             f"a trial with {ranks} ranks of {need} can never run on this cluster: {obstacle.why}. Take fewer ranks, or "
             f"add nodes."
         )
+    if cluster.links:
+        return 1
     free = {name: sum(node.free.get(name, 0.0) for node in inventory.nodes) for name in need}
     return max(1, min(int(free[name] / (ranks * amount)) for name, amount in need.items()))
 
@@ -288,7 +291,8 @@ def trial_row(trial: TrialLog, in_front: bool, is_best: bool) -> tuple[object, .
 
 def policy_text(config: SweepConfig, best: TrialLog, journal: SweepJournal) -> str:
     """A configuration of `jobs.train` with the best settings, compared with stock DDP when it is run."""
-    settings = train_config(config.train, best.point).model_copy(update={"baseline": True, "tracking": config.tracking})
+    point = effective(config.train, best.point)
+    settings = train_config(config.train, point).model_copy(update={"baseline": True, "tracking": config.tracking})
     ended = sum(trial.outcome is Outcome.DONE for trial in journal.trials)
     comment = (
         f"# Best of {len(journal.trials)} trials ({ended} trained to the end), score {best.last['score']:.4g} by "

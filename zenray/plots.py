@@ -85,12 +85,9 @@ def plot_time(s_per_step: Mapping[str, float], reductions: Sequence[tuple[str, s
     parts.barh([r + 0.2 for r in rows], [row[3] for row in slowest], 0.4, color=COLOURS[1], label="predicted")
     parts.set_yticks(rows, [f"{tensor[-28:]}\n{scheme}" for tensor, scheme, *_ in slowest], fontsize=8)
     parts.invert_yaxis()
-    parts.set_title("Slowest reductions of gradients", loc="left")
-    parts.set_xlabel("ms a step")
+    parts.set(title="Slowest reductions of gradients", xlabel="ms a step")
     if slowest:
-        parts.legend(
-            frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, fontsize=9, borderaxespad=0.2
-        )
+        parts.legend(loc="lower right", framealpha=0.9, edgecolor="none")
         parts.set_ylim(max(len(slowest), 3) - 0.5, -0.5)
     for axis in (steps, parts):
         axis.grid(False, axis="y")
@@ -119,6 +116,11 @@ def plot_pareto(trials: Sequence[TrialLog], front: Sequence[int], path: Path) ->
     axes[0].set(title="Bytes against time")
     axes[1].set(title="Loss against time")
     names = [f"{trial.number}  {trial.name}" for trial in seen if trial.number in front]
-    figure.suptitle("\n".join(["No trial beats these in every objective:", *names]), fontsize=9, ha="left", x=0.02)
+    figure.suptitle(
+        "\n".join(["No trial beats these in every objective (hollow: stopped early):", *names]),
+        fontsize=9,
+        ha="left",
+        x=0.02,
+    )
     figure.set_size_inches(10.0, 4.2 + 0.17 * len(names))
     figure.savefig(path)

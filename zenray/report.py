@@ -50,8 +50,8 @@ class RunPage:
     children: tuple[Any, ...]
     artifacts: Mapping[str, bytes]
     left_out: tuple[str, ...]
-    curves: Mapping[str, Sequence[tuple[int, float]]]
-    system: Mapping[str, Sequence[tuple[int, float]]]
+    curves: Mapping[str, Sequence[tuple[float, float]]]
+    system: Mapping[str, Sequence[tuple[float, float]]]
 
 
 def write_report(run: str, out: Path | None, uri: str | None = None) -> Path:
@@ -112,11 +112,11 @@ def read_page(client: Any, run: Any) -> RunPage:
     return RunPage(run, tuple(children), artifacts, tuple(left_out), curves, system)
 
 
-def history(client: Any, run: Any, name: str) -> list[tuple[int, float]]:
+def history(client: Any, run: Any, name: str) -> list[tuple[float, float]]:
     """(step, value) of one metric, by step; seconds since the start instead of steps for the metrics of the system."""
     entries = client.get_metric_history(run.info.run_id, name)
     if name.startswith("system/"):
-        return sorted(((e.timestamp - run.info.start_time) // 1000, e.value) for e in entries)
+        return sorted(((e.timestamp - run.info.start_time) / 1000, e.value) for e in entries)
     return sorted((e.step, e.value) for e in entries)
 
 
@@ -175,7 +175,7 @@ def place_of(name: str) -> tuple[int, str]:
     return (order.index(name) if name in order else len(order), name)
 
 
-def is_load(name: str, values: Sequence[tuple[int, float]]) -> bool:
+def is_load(name: str, values: Sequence[tuple[float, float]]) -> bool:
     """Whether a metric of the system makes a line in the picture of loads."""
     return name.endswith(("cpu_utilization_percentage", "system_memory_usage_percentage")) and len(values) > 1
 
@@ -264,7 +264,7 @@ def picture(name: str, png: bytes) -> str:
     return f"<figure><img alt='{esc(name)}' src='data:image/png;base64,{source}'><figcaption>{esc(name)}</figcaption></figure>"
 
 
-def draw_curves(curves: Mapping[str, Sequence[tuple[int, float]]], what: str, axis: str) -> bytes:
+def draw_curves(curves: Mapping[str, Sequence[tuple[float, float]]], what: str, axis: str) -> bytes:
     """Lines over one axis as a PNG."""
     figure = Figure(figsize=(10.0, 3.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)

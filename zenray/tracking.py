@@ -37,7 +37,6 @@ BUSY_PAUSE_S = 0.25
 SERVER_REQUEST_TIMEOUT_S = 10
 
 EXPERIMENT_TAGS = {
-    "mlflow.experimentKind": "custom_model_development",  # opens on runs and their charts, not on traces
     "mlflow.note.content": "One run a job, one child a variant or trial. Sort by `speedup`; pictures are artifacts.",
 }
 

@@ -49,6 +49,7 @@ def head(tmp_path):
     environment = {
         **os.environ,
         "HOME": str(tmp_path),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -116,7 +117,9 @@ def test_case_05_08_20_the_demo_as_a_ray_job_and_jobs_that_end_otherwise(
         stopped = submit("stopped", "python", "-c", STOPPED)
         crashed = submit("crashed", "python", "-c", CRASHED)
         gone = submit("gone", "python", "-c", KILLED)
-        assert wait_until(lambda: status_of_run("stopped") == "RUNNING", 120.0)
+        if not wait_until(lambda: status_of_run("stopped") == "RUNNING" or stopped.poll() is not None, 120.0):
+            stopped.kill()
+        assert status_of_run("stopped") == "RUNNING", stopped.communicate()[0]
         subprocess.run([*RAY, "job", "stop", "--no-wait", "stopped"], env=head, check=True, timeout=60)
         assert wait_until(lambda: status_of_run("stopped") == "KILLED", 20.0)
         outputs = {job: job.communicate(timeout=200)[0] for job in (demo, stopped, crashed, gone)}

@@ -214,11 +214,11 @@ def test_what_is_known_counts_and_what_was_cut_comes_first(tmp_path):
 
 
 def test_the_best_policy_is_a_configuration_of_jobs_train(tmp_path):
-    best = TrialLog(3, "key", {"policy": "off", "density": 0.05, "ranks": 2}, "", [report(8, -1.0)], Outcome.DONE)
+    best = TrialLog(3, "key", {"policy": "topk", "density": 0.05, "ranks": 2}, "", [report(8, -1.0)], Outcome.DONE)
     journal = SweepJournal(tmp_path / "sweep.jsonl", "digest")
     (tmp_path / "policy.yaml").write_text(policy_text(config(), best, journal))
     loaded = load(TrainConfig, tmp_path / "policy.yaml")
-    assert (loaded.policy, loaded.density, loaded.ranks, loaded.baseline) == ("off", 0.05, 2, True)
+    assert (loaded.policy, loaded.density, loaded.ranks, loaded.baseline) == ("topk", 0.05, 2, True)
     assert loaded.gpt.width == 32
 
 
