@@ -16,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.errors import ConfigError
-from jobs.sweep import distributions_of, policy_text, prepare_study, scheduler_of
+from jobs.sweep import distributions_of, max_concurrent, policy_text, prepare_study, scheduler_of
 from jobs.sweep_config import SweepConfig, check, codec_facts, effective, grid, reference_point, train_config, widest
 from jobs.train import policy_of
+from jobs.train_cluster import TrainCluster
 from jobs.train_config import TrainConfig
+from placement.errors import PlacementError
 from zenray.config import load
 from zenray.sweeps import FLOORS, Outcome, SweepJournal, TrialLog, figures_of, pareto_front, score_of
 
@@ -323,11 +325,8 @@ def test_case_07_09_15_16_18_27_eight_trials_on_two_cpus_survive_a_stop_and_a_ki
     }
 
 
-def test_case_15_a_sweep_that_could_never_run_is_refused_at_its_start(ray_cluster, tmp_path):
-    (tmp_path / "sweep.yaml").write_text(TINY)
-    command = [sys.executable, "-m", "jobs.sweep", "--config", "sweep.yaml", "--out", "out", "space.ranks=1,99"]
-    environment = {**os.environ, **ray_cluster, "PYTHONPATH": str(ROOT)}
-    environment.pop("MLFLOW_TRACKING_URI", None)
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "a trial with 99 ranks of {'CPU': 1.0} can never run on this cluster" in done.stderr
+def test_case_15_a_sweep_that_could_never_run_is_refused_at_its_start(ray_cluster):
+    cluster = TrainCluster("of eight CPUs", None, {"CPU": 1.0}, "PACK")
+    assert max_concurrent(config(space={"ranks": [1, 2]}), cluster) == 4
+    with pytest.raises(PlacementError, match=r"a trial with 99 ranks of {'CPU': 1\.0} can never run on this cluster"):
+        max_concurrent(config(space={"ranks": [1, 99]}), cluster)
