@@ -25,6 +25,8 @@ SPEED_POWER = 0.6
 PUSHED_ASIDE = 5e-4
 """Value lost for each second of restart that a job is put through by others, in weights of the longest job."""
 
+GROWTH = 4
+"""Times the GPUs that were tried, a job may ask for; a second restart costs more than a wrong guess does."""
 AGE_POWER = 0.2
 """A job's weight grows by this power of its age in hours (plus one), which bounds what long jobs give up for short ones."""
 
@@ -101,7 +103,7 @@ class Elastic:
             present = cluster.config_of(job.allocation)
             restart_s = job.measured_restart_s or job.restart_s
             factor = restart_factor(now_s - job.submit_s, job.num_restarts, restart_s)
-            goodput, allowed = job.goodput(configs), configs.num_gpus <= job.growth_limit
+            goodput, allowed = job.goodput(configs), configs.num_gpus <= job.growth_limit(GROWTH)
             value[i] = config_values(goodput, allowed, job.progress_left, present, restart_s, weights[i], factor)
             if job.restarting:
                 pinned[i] = present

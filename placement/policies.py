@@ -74,12 +74,14 @@ class JobView:
     """(pool, batch per replica) that ran out of memory."""
     _table: tuple[tuple[int, tuple[float, float] | None], np.ndarray] | None = None
 
-    @property
-    def growth_limit(self) -> int:
-        """Most GPUs to ask for: twice what was tried, as scaling beyond is unknown; and what the batch can feed."""
+    def growth_limit(self, factor: int = 2) -> int:
+        """Most GPUs to ask for: `factor` times what was tried, as scaling beyond is unknown, and what the batch can feed.
+
+        Sia's factor is 2.
+        """
         largest = self.estimator.batch_limits[1]
         by_batch = largest // int(self.estimator.throughput.min_local.min())
-        return max(min(2 * self.estimator.throughput.max_replicas, MAX_GPUS_PER_JOB, by_batch), 1)
+        return max(min(factor * self.estimator.throughput.max_replicas, MAX_GPUS_PER_JOB, by_batch), 1)
 
     def goodput(self, configs: Configs) -> np.ndarray:
         """Estimated goodput float64 [K], in steps at the initial batch per second; 0 where it does not fit."""
@@ -244,7 +246,7 @@ def sia_matrix(now_s: float, jobs: Sequence[JobView], cluster: Cluster) -> tuple
     pinned = np.full(len(jobs), -1, np.int32)
     for i, job in enumerate(jobs):
         present = cluster.config_of(job.allocation)
-        feasible = configs.num_gpus <= job.growth_limit
+        feasible = configs.num_gpus <= job.growth_limit()
         ran = job.estimator.grad is not None
         goodput = job.goodput(configs) if ran else (configs.num_gpus == 1).astype(float)
         factor = restart_factor(now_s - job.submit_s, job.num_restarts, job.restart_s)
