@@ -6,10 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
 PATIENCE = 3.0
@@ -123,3 +126,80 @@ def tracking_server(tmp_path):
     yield start
     if servers:
         stop()
+
+
+@pytest.fixture(scope="session")
+def jobs_head(tmp_path_factory):
+    """A real `ray start --head` with a dashboard, 2 CPUs and a token; yields the environment that reaches it."""
+    folder = Path(tempfile.mkdtemp(prefix="zr-", dir="/tmp"))
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text("5" * 64)
+    dashboard, agent, client = (str(port) for port in free_ports(3))
+    settings = {
+        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1",
+        "HOME": str(tmp_path_factory.mktemp("home")), "MLFLOW_DISABLE_TELEMETRY": "true",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": "", "RAY_ROTATION_MAX_BYTES": "1000000", "RAY_ROTATION_BACKUP_COUNT": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"]
+    command += ["--node-ip-address=127.0.0.1", f"--temp-dir={folder}/ray", "--num-cpus=2"]
+    command += ["--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
+    command += [f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}"]
+    command += ["--object-store-memory=200000000", "--disable-usage-stats"]
+    environment = {**os.environ, **settings}
+    environment.pop("RAY_ADDRESS", None)
+    with (folder / "head.log").open("wb") as log:
+        head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    address = f"http://127.0.0.1:{dashboard}"
+    try:
+        deadline = time.monotonic() + 90
+        while not _answers(f"{address}/api/version"):
+            assert head.poll() is None, (folder / "head.log").read_text()[-3000:]
+            assert time.monotonic() < deadline, (folder / "head.log").read_text()[-3000:]
+            time.sleep(0.2)
+        yield {**settings, "RAY_ADDRESS": address}
+    finally:
+        started = [head, *psutil.Process(head.pid).children(recursive=True)]
+        head.terminate()
+        _, alive = psutil.wait_procs([psutil.Process(p.pid) for p in started if psutil.pid_exists(p.pid)], timeout=8)
+        for process in alive:
+            process.kill()
+        head.wait(10)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _answers(url):
+    """Whether a server is there, also one that asks for a token."""
+    try:
+        urllib.request.urlopen(url, timeout=2).close()
+    except urllib.error.HTTPError as error:
+        return error.code == 401
+    except OSError:
+        return False
+    return True
+
+
+def free_ports(count):
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+@pytest.fixture
+def jobs_client(jobs_head, monkeypatch):
+    """A JobSubmissionClient of `jobs_head`, as `zenray submit` makes it; this process has its token meanwhile."""
+    from jobs.cluster import reread_auth
+    from zenray.head import connect_head
+
+    for name, value in jobs_head.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("zenray.submission.POLL_S", 0.2)
+    reread_auth()
+    yield connect_head(None)
+    monkeypatch.undo()
+    reread_auth()
