@@ -85,7 +85,7 @@ class ExpertBalancer:
     """See the module. All ranks make it together, with equal arguments.
 
     layers: in the model's order, all with the same number of experts and slots. policy: a name of POLICIES. rho: share of
-    pairs in the backward; "auto" finds it so that sampling adds at most a tenth of the variance that mini-batches have.
+    pairs in the backward; "auto" finds it so that sampling adds at most a quarter of the variance that mini-batches have.
     num_steps: of the run, for the pace of "auto". ranks: None means equal ones, one a node. free_bytes: memory that the
     experts may use on each rank; limits the pairs in the backward and raises PlacementError where the forward exceeds it.
     source: where plans come from; None plans here, from the counts of the last step.

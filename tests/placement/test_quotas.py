@@ -139,11 +139,11 @@ def test_retention_follows_the_variance() -> None:
         state = state.update(0.0, 1.0)
     assert state.rho == 1.0, "the first 2 % keep everything"
     for _ in range(100):
-        state = state.update(0.06, 1.0)
+        state = state.update(0.15, 1.0)
     assert state.rho == pytest.approx(0.95**20)
     far_below = state
     for _ in range(5):
-        far_below = far_below.update(0.01, 1.0)
+        far_below = far_below.update(0.03, 1.0)
     assert far_below.rho == pytest.approx(state.rho * 0.95**3)
     assert state.update(0.0, 1.0, spike=True).rho == 1.0
     for _ in range(300):
