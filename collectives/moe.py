@@ -228,8 +228,9 @@ def _kept_rows(delta: Tensor, norm: Tensor, step: _Step) -> Selection:
     else:
         scores = torch.linalg.vector_norm(delta, dim=1, dtype=torch.float64)[step.grouping] * norm
         selection = step.select(scores, step.expert)
-        step.dispatch.kept = torch.zeros(len(norm), dtype=torch.bool)
-        step.dispatch.kept[step.grouping[selection.index]] = True
+        if step.return_kept:
+            step.dispatch.kept = torch.zeros(len(norm), dtype=torch.bool)
+            step.dispatch.kept[step.grouping[selection.index]] = True
     load.num_kept += len(selection.index)
     load.selection_s += time.perf_counter() - started
     return selection
@@ -250,6 +251,7 @@ class _Step:
     select: Selector
     dispatch: _Move
     keep_hidden: bool
+    return_kept: bool
     sign: Tensor | None
     """Contrast of each row, float64 [P], or None; see `MoELayer.contrast_ranks`."""
 
@@ -281,7 +283,8 @@ class MoELayer(nn.Module):
     The weights of a slot are those of logical expert `slots[rank, slot]`; `collectives.expert_state` keeps them so.
     channels: codecs of dispatch and combine, see `channels_for`; None sends rows as they are.
     contrast_ranks: set to one factor per token rank (sum 0) before a step to get `load.contrast`, from which follows how
-    much the gradient differs between mini-batches; None spares the product.
+    much the gradient differs between mini-batches; None spares the product. return_kept_rows: send back gradients of kept
+    rows only, after one byte a row that says which; within a node the further round costs more than the bytes.
     """
 
     def __init__(
@@ -302,6 +305,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.channels: tuple[Channel | None, Channel | None] = channels or (None, None)
         self.contrast_ranks: Sequence[float] | None = None
+        self.return_kept_rows = True
         self.num_experts, self.transport, self.plan, self.select = num_experts, transport, plan, select
         self.keep_hidden = keep_hidden
         self.router = TopKRouter(width, num_experts, top_k, bias_rate=bias_rate)
@@ -355,6 +359,7 @@ class MoELayer(nn.Module):
             select=self.select,
             dispatch=dispatch,
             keep_hidden=self.keep_hidden,
+            return_kept=self.return_kept_rows,
             sign=None
             if self.contrast_ranks is None
             else torch.from_numpy(np.asarray(self.contrast_ranks, np.float64)[source[grouping]]),

@@ -141,6 +141,7 @@ class ExpertBalancer:
             state = ExpertState([layer.w1, layer.w2], self.num_experts, transport, lr=lr, weight_decay=weight_decay)
             self.layers.append(_Layer(layer, state, first.slots[index], memory))
             layer.plan = self._planner(index)
+            layer.return_kept_rows = len(set(self.ranks.nodes)) > 1
             self._initialise(index)
             state.push_weights(first.slots[index])
 
