@@ -31,12 +31,16 @@ from collectives.codecs.codec import (
     write_header,
 )
 from collectives.codecs.hashing import keys
+from collectives.codecs.lanes import can_stream, stream
 
 if TYPE_CHECKING:
     from collectives.codecs.gpu import BlockSide
 
 TILE_VALUES = 1 << 16
 MAX_BLOCK = 256
+STREAM_BYTES = 4 << 20
+"""Results from this size on leave the caches anyway: they are written past them."""
+STREAM_TILE = 1 << 17
 
 
 class _Feedback(NamedTuple):
@@ -68,8 +72,11 @@ class BlockCodec(Fp32Codec):
     row_width: ClassVar[int]
     payload_dtype: ClassVar[np.dtype[Any]]
     scale_dtype: ClassVar[np.dtype[Any] | None] = None
-    fused_feedback: ClassVar[bool] = False
-    """`_feedback_rows` is one kernel, so that it needs no tiles."""
+
+    @property
+    def fused_feedback(self) -> bool:
+        """`_feedback_rows` is one kernel, so that it needs no tiles."""
+        return False
 
     @abstractmethod
     def _encode_rows(
@@ -186,7 +193,14 @@ class BlockCodec(Fp32Codec):
 
     def _decode(self, buffer: Array, flags: int, out: Array, accumulate: bool, scale: np.float32) -> None:
         scales, payload = self._sections(buffer, out.size)
-        self._decode_tile(scales, payload, out, 0, accumulate, scale)
+        if accumulate or out.nbytes < STREAM_BYTES or self.reference or not can_stream(out):
+            self._decode_tile(scales, payload, out, 0, accumulate, scale)
+            return
+        tile = np.empty(STREAM_TILE, np.float32)
+        for start in range(0, out.size, STREAM_TILE):
+            part = out[start : start + STREAM_TILE]
+            self._decode_tile(scales, payload, tile[: part.size], start, False, scale)
+            stream(part, tile[: part.size])
 
     def _decode_tile(
         self, scales: Array, payload: Array, out: Array, start: int, accumulate: bool, factor: np.float32

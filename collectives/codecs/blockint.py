@@ -19,7 +19,7 @@ from collectives.codecs.block import BlockCodec
 from collectives.codecs.codec import ABS_MASK, INF_BITS, Array, Flag
 from collectives.codecs.hadamard import rotate32, rotate32_numpy
 from collectives.codecs.hashing import hash32, hash32_numpy
-from collectives.codecs.prefetch import prefetch
+from collectives.codecs.lanes import AHEAD, LINE, prefetch, top32
 
 TINY_BITS = np.int32(0x04800000)
 """2^-118 as fp32 bits."""
@@ -37,7 +37,10 @@ class Int8Block(BlockCodec):
     row_width: ClassVar[int] = 256
     payload_dtype: ClassVar[np.dtype[Any]] = np.dtype(np.int8)
     scale_dtype: ClassVar[np.dtype[Any] | None] = np.dtype(np.float32)
-    fused_feedback: ClassVar[bool] = True
+
+    @property
+    def fused_feedback(self) -> bool:
+        return True
 
     def _encode_rows(
         self, x: Array, scales: Array, payload: Array, first: int, seed: tuple[np.uint32, np.uint32]
@@ -86,11 +89,6 @@ def int8_encode_numpy(x: Array, bits: Array, scales: Array, payload: Array) -> i
 # Row views of 2-D arrays, a literal trip count, int32 maxima and the cast float -> int32 -> int8 make these loops
 # vectors; a flat index b*256+i, a float maximum or an unsigned mix costs a factor of two to ten. No clip is needed:
 # |x| * (127/amax) rounds to at most 127 * (1 + 2^-22).
-
-AHEAD = 2
-"""Blocks between the one that is worked on and the one that is fetched."""
-LINE = 16
-"""fp32 values in a cache line."""
 
 
 @njit(nogil=True, cache=True)
@@ -189,6 +187,10 @@ class Int4Block(BlockCodec):
     def unbiased(self) -> bool:
         return self.stochastic
 
+    @property
+    def fused_feedback(self) -> bool:
+        return not (self.stochastic or self.hadamard)
+
     def _tail_width(self, rest: int) -> int:
         return min(rest, 16) if not self.hadamard else 16
 
@@ -206,6 +208,23 @@ class Int4Block(BlockCodec):
         if self.stochastic:
             return int(_int4_encode_stochastic(x, x.view(np.int32), scales, payload, np.int64(first), *seed))
         return int(_int4_encode(x, x.view(np.int32), scales, words, *_scratch()))
+
+    def _feedback_rows(
+        self,
+        x: Array,
+        old: Array,
+        new: Array,
+        scales: Array,
+        payload: Array,
+        first: int,
+        seed: tuple[np.uint32, np.uint32],
+        scratch: Array,
+    ) -> int:
+        if self.reference or not self.fused_feedback:
+            return super()._feedback_rows(x, old, new, scales, payload, first, seed, scratch)
+        total = np.empty((INT4_TILE, 32), np.float32)
+        bits = total.reshape(-1).view(np.int32)
+        return int(_int4_feedback(x, old, new, scales, payload.view(np.uint64), total, bits, *_scratch()))
 
     def _decode_rows(self, scales: Array, payload: Array, out: Array, accumulate: bool, factor: np.float32) -> None:
         if not (self.hadamard or self.reference):
@@ -257,33 +276,17 @@ def int4_decode_numpy(scales: Array, payload: Array) -> Array:
 
 
 # Loops of 16 or 32 with a literal trip count are unrolled before they could become vectors. So each step is a long loop
-# over a tile of 128 blocks: maxima by halving (neighbours in pairs, five times), scales, codes as bytes (rows of run-time
-# length), and the packing of two half-bytes on whole 64-bit words.
+# over a tile of 128 blocks: maxima, scales, codes as bytes (rows of run-time length), and the packing of two half-bytes on
+# whole 64-bit words.
 
 INT4_TILE = 128
 HALF_BYTES = np.uint64(0x0F0F0F0F0F0F0F0F)
 
 
-def _scratch() -> tuple[Array, Array, Array, Array, Array, Array]:
-    """tops, inverses, codes, the same as 64-bit words, and two buffers for the halving."""
+def _scratch() -> tuple[Array, Array, Array, Array]:
+    """tops, inverses, codes, and the same as 64-bit words."""
     codes = np.empty((INT4_TILE, 32), np.uint8)
-    halves = np.empty(INT4_TILE * 16, np.int32), np.empty(INT4_TILE * 8, np.int32)
-    return np.empty(INT4_TILE, np.int32), np.empty(INT4_TILE, np.float32), codes, codes.view(np.uint64), *halves
-
-
-@njit(nogil=True, cache=True)
-def _int4_tops(bits, tops, wide, narrow):  # type: ignore[no-untyped-def]
-    flat, num = bits.reshape(-1), bits.shape[0]
-    for i in range(16 * num):
-        wide[i] = max(flat[2 * i] & ABS_MASK, flat[2 * i + 1] & ABS_MASK)
-    for i in range(8 * num):
-        narrow[i] = max(wide[2 * i], wide[2 * i + 1])
-    for i in range(4 * num):
-        wide[i] = max(narrow[2 * i], narrow[2 * i + 1])
-    for i in range(2 * num):
-        narrow[i] = max(wide[2 * i], wide[2 * i + 1])
-    for i in range(num):
-        tops[i] = max(narrow[2 * i], narrow[2 * i + 1])
+    return np.empty(INT4_TILE, np.int32), np.empty(INT4_TILE, np.float32), codes, codes.view(np.uint64)
 
 
 @njit(nogil=True, cache=True)
@@ -307,14 +310,17 @@ def _int4_scales(tops, inverses, scales):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _int4_encode(x, bits, scales, words, tops, inverses, codes, code_words, wide, narrow):  # type: ignore[no-untyped-def]
-    flags = 0
+def _int4_encode(x, bits, scales, words, tops, inverses, codes, code_words):  # type: ignore[no-untyped-def]
+    flags, flat = 0, bits.reshape(-1)
     for start in range(0, x.shape[0], INT4_TILE):
         num = min(INT4_TILE, x.shape[0] - start)
-        _int4_tops(bits[start : start + num], tops, wide, narrow)
+        for b in range(num):
+            tops[b] = top32(flat, (start + b) * 32, ABS_MASK)
         nonfinite = _int4_scales(tops, inverses, scales[start : start + num])
         for b in range(num):
             row, code, inverse = x[start + b], codes[b], inverses[b]
+            prefetch(flat, (start + INT4_TILE + b) * 32)
+            prefetch(flat, (start + INT4_TILE + b) * 32 + LINE)
             for i in range(row.shape[0]):
                 code[i] = np.uint8(np.int32(np.rint(row[i] * inverse)) + np.int32(8))
         for b in range(num):
@@ -331,13 +337,48 @@ def _int4_encode(x, bits, scales, words, tops, inverses, codes, code_words, wide
 
 
 @njit(nogil=True, cache=True)
+def _int4_feedback(x, old, new, scales, words, total, bits, tops, inverses, codes, code_words):  # type: ignore[no-untyped-def]
+    flags, flat, flat_old = 0, x.reshape(-1), old.reshape(-1)
+    for start in range(0, x.shape[0], INT4_TILE):
+        num = min(INT4_TILE, x.shape[0] - start)
+        for b in range(num):
+            row, before, added = x[start + b], old[start + b], total[b]
+            for i in range(0, 32, LINE):
+                prefetch(flat, (start + INT4_TILE + b) * 32 + i)
+                prefetch(flat_old, (start + INT4_TILE + b) * 32 + i)
+            for i in range(row.shape[0]):
+                added[i] = row[i] + before[i]
+        for b in range(num):
+            tops[b] = top32(bits, b * 32, ABS_MASK)
+        if _int4_scales(tops, inverses, scales[start : start + num]):
+            flags = 1
+        for b in range(num):
+            added, code, inverse = total[b], codes[b], inverses[b]
+            for i in range(added.shape[0]):
+                code[i] = np.uint8(np.int32(np.rint(added[i] * inverse)) + np.int32(8))
+        for b in range(num):
+            scale = np.int32(np.int32(scales[start + b]) << np.int32(16)).view(np.float32)
+            added, code, after = total[b], codes[b], new[start + b]
+            if tops[b] < INF_BITS:
+                for i in range(added.shape[0]):
+                    after[i] = added[i] - np.float32(np.int32(code[i]) - np.int32(8)) * scale
+                words[start + b, 0] = code_words[b, 0] | (code_words[b, 2] << np.uint64(4))
+                words[start + b, 1] = code_words[b, 1] | (code_words[b, 3] << np.uint64(4))
+            else:
+                scales[start + b] = np.uint16(0x7FC0)
+                words[start + b, 0] = 0
+                words[start + b, 1] = 0
+                after[:] = old[start + b]
+    return flags
+
+
+@njit(nogil=True, cache=True)
 def _int4_encode_stochastic(x, bits, scales, payload, first, low, high):  # type: ignore[no-untyped-def]
-    flags = 0
+    flags, flat = 0, bits.reshape(-1)
     tops, inverses = np.empty(1, np.int32), np.empty(1, np.float32)
-    wide, narrow = np.empty(16, np.int32), np.empty(8, np.int32)
     codes = np.empty(32, np.int32)
     for b in range(x.shape[0]):
-        _int4_tops(bits[b : b + 1], tops, wide, narrow)
+        tops[0] = top32(flat, b * 32, ABS_MASK)
         if _int4_scales(tops, inverses, scales[b : b + 1]):
             flags = 1
             scales[b] = np.uint16(0x7FC0)

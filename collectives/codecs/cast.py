@@ -16,6 +16,7 @@ from torch import Tensor
 
 from collectives.codecs.block import BlockCodec
 from collectives.codecs.codec import HEADER_BYTES, INF_BITS, Array, Flag
+from collectives.codecs.lanes import AHEAD, LINE, prefetch
 from collectives.errors import CollectiveError
 
 FP16_MAX = np.float32(65504)
@@ -76,9 +77,11 @@ def bf16_decode_numpy(payload: Array) -> Array:
 
 @njit(nogil=True, cache=True)
 def _bf16_encode(bits, out):  # type: ignore[no-untyped-def]
-    top = np.int32(0)
+    top, flat = np.int32(0), bits.reshape(-1)
     for b in range(bits.shape[0]):
         row, code = bits[b], out[b]
+        for i in range(0, 256, LINE):
+            prefetch(flat, (b + AHEAD) * 256 + i)
         for i in range(256):
             u = row[i]
             magnitude = u & np.int32(0x7FFFFFFF)

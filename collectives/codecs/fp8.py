@@ -14,6 +14,7 @@ from numba import njit
 
 from collectives.codecs.block import BlockCodec
 from collectives.codecs.codec import ABS_MASK, INF_BITS, Array, Flag
+from collectives.codecs.lanes import AHEAD, LINE, prefetch
 
 TINY_BITS = np.int32(0x08800000)
 """2^-110 as fp32 bits: below it amax/57344 would be subnormal and 57344/amax overflow. Such blocks become zero."""
@@ -109,8 +110,11 @@ def _fp8_encode(x, bits, scales, payload, scaled, scaled_bits, shift, bias, top_
     half = np.int32((np.int32(1) << np.int32(shift - np.int32(1))) - np.int32(1))
     rebias = np.int32(np.int32(np.int32(127) - bias) << np.int32(np.int32(23) - shift))
     smallest = np.int32(np.int32(np.int32(128) - bias) << np.int32(23))
+    flat = bits.reshape(-1)
     for b in range(x.shape[0]):
         row, word, code = x[b], bits[b], payload[b]
+        for i in range(0, 256, LINE):
+            prefetch(flat, (b + AHEAD) * 256 + i)
         top = np.int32(0)
         for i in range(256):
             top = max(top, word[i] & ABS_MASK)
