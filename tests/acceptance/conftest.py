@@ -154,7 +154,7 @@ def jobs_head(tmp_path_factory):
     address = f"http://127.0.0.1:{dashboard}"
     try:
         deadline = time.monotonic() + 90
-        while not _answers(f"{address}/api/version"):
+        while "Ray runtime started" not in (folder / "head.log").read_text() or not _answers(f"{address}/api/version"):
             assert head.poll() is None, (folder / "head.log").read_text()[-3000:]
             assert time.monotonic() < deadline, (folder / "head.log").read_text()[-3000:]
             time.sleep(0.2)
