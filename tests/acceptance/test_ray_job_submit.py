@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from zenray.recorder import Recorder
 from zenray.tracking import Store
 
@@ -28,7 +26,6 @@ CRASHED = RECORDED.format(name="crashed", body="raise RuntimeError('the cause')"
 KILLED = RECORDED.format(name="gone", body="os.kill(os.getpid(), 9)")
 
 
-@pytest.mark.slow
 def test_case_05_08_20_the_demo_as_a_ray_job_and_jobs_that_end_otherwise(
     jobs_head, store_uri, runs_of, tmp_path, wait_until
 ):
