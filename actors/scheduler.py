@@ -201,8 +201,8 @@ class JobScheduler:
         for state in JobState:
             self._metrics.set("zenray_jobs", states.count(state), state=state)
         for job_id, predicted_bytes, peak_bytes in runs:
-            self._metrics.set("zenray_predicted_memory_bytes", predicted_bytes, job=job_id)
-            self._metrics.set("zenray_peak_memory_bytes", peak_bytes, job=job_id)
+            self._metrics.set("zenray_predicted_memory_bytes", predicted_bytes, job_name=job_id)
+            self._metrics.set("zenray_peak_memory_bytes", peak_bytes, job_name=job_id)
 
     def _advance(self, entry: JobEntry) -> None:
         """Take a job that waits for a prediction or a plan one state further."""

@@ -40,9 +40,9 @@ ALERTS: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "ZenrayMemoryAboveBound",
-        "max by (run, job) (ray_zenray_peak_memory_bytes) > max by (run, job) (ray_zenray_predicted_memory_bytes)",
+        "max by (run, job_name) (ray_zenray_peak_memory_bytes) > max by (run, job_name) (ray_zenray_predicted_memory_bytes)",
         "0m",
-        "{{ $labels.job }} uses more memory of a card than was predicted at most",
+        "{{ $labels.job_name }} uses more memory of a card than was predicted at most",
         "It may run out of memory; the queue then takes the next plan. Please report the job file.",
     ),
     (

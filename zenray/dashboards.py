@@ -175,14 +175,15 @@ BOARDS: tuple[Board, ...] = (
             Panel(
                 "Memory of a card", "bytes", "The bound that the job was placed by, and the highest so far.",
                 (
-                    level("zenray_predicted_memory_bytes", "run", "job", text="bound"),
-                    level("zenray_peak_memory_bytes", "run", "job", text="peak"),
+                    level("zenray_predicted_memory_bytes", "run", "job_name", text="bound"),
+                    level("zenray_peak_memory_bytes", "run", "job_name", text="peak"),
                 ),
             ),
             Panel(
                 "Peak over bound", "share", "Above 1 the prediction was wrong; far below it cards are wasted.",
                 (over(
-                    level("zenray_peak_memory_bytes", "run", "job"), level("zenray_predicted_memory_bytes", "run", "job")
+                    level("zenray_peak_memory_bytes", "run", "job_name"),
+                    level("zenray_predicted_memory_bytes", "run", "job_name"),
                 ),),
             ),
             Panel(

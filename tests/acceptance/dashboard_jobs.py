@@ -124,10 +124,14 @@ class Blind(QueueProgram):
 def queue_two_jobs(folder: Path) -> Any:
     """One that ends, and one that outgrows every plan."""
     model: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 2}
-    keys: dict[str, Any] = {"model": model, "batch": 16, "seq": 64, "steps": 12, "max_gpus": 1, "recompute": ["none"]}
+    keys: dict[str, Any] = {"model": model, "batch": 16, "seq": 64, "max_gpus": 1, "recompute": ["none"]}
     actor = ray.remote(JobScheduler).options(num_cpus=0).remote(str(folder), Blind(), "test")  # type: ignore[attr-defined]
-    for name, retain in (("calm", None), ("grows", {"kib_per_sample": 4096, "calls": 100})):
-        job = JobConfig.model_validate({**keys, "name": name, "retain": retain})
+    jobs: list[dict[str, Any]] = [
+        {"name": "calm", "steps": 200},  # long enough to be measured, which happens once a second
+        {"name": "grows", "steps": 12, "retain": {"kib_per_sample": 4096, "calls": 100}},
+    ]
+    for own in jobs:
+        job = JobConfig.model_validate({**keys, **own})
         ray.get(actor.submit.remote(request_of(job)), timeout=60)
     return actor
 

@@ -166,7 +166,7 @@ def test_41_values_are_right(prometheus: Prometheus, wait_until: Callable[[Calla
     )
     attempts = values("sum (ray_zenray_replans_total)", "")[""]
     assert 1 <= attempts <= 4
-    predicted, peak = (values(f"ray_zenray_{what}_memory_bytes", "job")["calm"] for what in ("predicted", "peak"))
+    predicted, peak = (values(f"ray_zenray_{what}_memory_bytes", "job_name")["calm"] for what in ("predicted", "peak"))
     assert 0 < peak <= predicted <= 24 << 20
     assert values("ray_zenray_queue_wait_seconds_count", "run") == {"queue": 2.0}
 

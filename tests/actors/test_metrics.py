@@ -27,6 +27,7 @@ def test_names_are_unique_valid_and_carry_their_unit() -> None:
 def test_every_metric_tells_runs_apart_and_has_valid_labels(metric: object) -> None:
     assert metric.labels[0] == "run"  # type: ignore[attr-defined]
     assert all(re.fullmatch(r"[a-z_]+", label) for label in metric.labels)  # type: ignore[attr-defined]
+    assert not {"job", "instance"} & set(metric.labels), "Prometheus gives these to what it scrapes"  # type: ignore[attr-defined]
     assert bool(metric.boundaries) == (metric.kind is Kind.HISTOGRAM)  # type: ignore[attr-defined]
     assert list(metric.boundaries) == sorted(set(metric.boundaries))  # type: ignore[attr-defined]
 

@@ -26,8 +26,8 @@ tests:
       - {series: 'ray_zenray_steps_total{run="hangs", rank="0"}', values: '0+10x10 100x30'}
       - {series: 'ray_zenray_steps_total{run="works", rank="0"}', values: '0+10x40'}
       - {series: 'ray_zenray_committed_step{run="works"}', values: '5x40'}
-      - {series: 'ray_zenray_peak_memory_bytes{run="q", job="big"}', values: '200x40'}
-      - {series: 'ray_zenray_predicted_memory_bytes{run="q", job="big"}', values: '100x40'}
+      - {series: 'ray_zenray_peak_memory_bytes{run="q", job_name="big"}', values: '200x40'}
+      - {series: 'ray_zenray_predicted_memory_bytes{run="q", job_name="big"}', values: '100x40'}
       - {series: 'ray_zenray_jobs{run="q", state="QUEUED"}', values: '2x40'}
       - {series: 'ray_zenray_jobs{run="q", state="RUNNING"}', values: '0x40'}
       - {series: 'ray_zenray_peer_failures_total{run="works", error="WorkerLost"}', values: '_x23 1x17'}
@@ -110,7 +110,7 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
     expected: dict[str, list[dict[str, str]]] = {
         "ZenrayNoSteps": [{"run": "hangs"}],
         "ZenrayCheckpointsBehind": [{"run": "works"}],
-        "ZenrayMemoryAboveBound": [{"run": "q", "job": "big"}],
+        "ZenrayMemoryAboveBound": [{"run": "q", "job_name": "big"}],
         "ZenrayRankFailed": [{"run": "works", "error": "WorkerLost"}],
         "ZenrayExpertsUneven": [{"run": "works"}],
         "ZenrayQueueStands": [],  # only after half an hour
