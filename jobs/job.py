@@ -79,8 +79,12 @@ def run_job(
     files: Sequence[str] = (),
 ) -> int:
     """Parse the command line, run `body`, write `result.json`; returns the exit code (0, 1 failed, 2 bad input)."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(arguments):
+        print(describe(name, model, files))
+        return 0
     try:
-        config_path, out, options, overrides = parse_command(sys.argv[1:] if argv is None else argv, files)
+        config_path, out, options, overrides = parse_command(arguments, files)
         config = load(model, config_path, overrides)
         run = Run(name, out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", options)
         run.out.mkdir(parents=True, exist_ok=True)
@@ -100,6 +104,24 @@ def run_job(
     write_result(run, config, metrics)
     run.say(f"result: {run.out / 'result.json'}")
     return 0
+
+
+def describe(name: str, model: type[Section], files: Sequence[str] = ()) -> str:
+    """The text of --help: usage, then every key with its default and meaning."""
+    options = " ".join(f"[--{option} PATH]" for option in ("config", "out", *files))
+    return "\n".join([f"{name}: {options} [key=value ...]", "", *_describe_keys(model, "")])
+
+
+def _describe_keys(model: type[Section], prefix: str) -> list[str]:
+    lines = []
+    for key, info in model.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            lines += _describe_keys(info.annotation, f"{prefix}{key}.")
+            continue
+        default = "required" if info.is_required() else f"= {info.get_default(call_default_factory=True)}"
+        meaning = " ".join((info.description or "").split())
+        lines.append(f"  {prefix}{key} {default}\n      {meaning}".rstrip())
+    return lines
 
 
 def code_line(submitted: str, here: str) -> str:
