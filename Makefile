@@ -25,7 +25,7 @@ lint: venv
 	$(BIN)/codespell collectives placement actors zenray jobs tests docs README.md CHANGELOG.md
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --durations=20
 
 test-slow: venv
 	ZENRAY_TEST_EXAMPLES=drawn $(BIN)/python -m pytest -m slow
