@@ -41,7 +41,8 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), _WORD, _WORD, _WORD])
         hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         address = builder.bitcast(_address(context, builder, array, *arguments), _BYTE.as_pointer())
-        builder.call(hint, [address, *(ir.Constant(_WORD, value) for value in (0, 2, 1))])  # read, second-level cache, data
+        read, second_level, data = (ir.Constant(_WORD, value) for value in (0, 2, 1))
+        builder.call(hint, [address, read, second_level, data])
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
