@@ -12,7 +12,6 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from actors.expert_placement import PlanClient, client, start
 from actors.worker import WorkerContext
@@ -146,7 +145,7 @@ class MoeTrainer:
         ids, targets = self.workload.batch(step, transport.rank, transport.size)
         balancer.begin(step)
         share = len(ids) * transport.size / self.plan.batch
-        loss = self.model(ids, targets) if len(ids) else self._empty_loss()
+        loss = self.model(ids, targets)
         balance = torch.stack([mlp.balance_loss() for mlp in self.mlps]).sum()
         (share * (loss + self.workload.config.balance * balance)).backward()  # type: ignore[no-untyped-call]
         squared = self._reduce_dense() + balancer.reduce_gradients(1 / transport.size)
@@ -188,17 +187,8 @@ class MoeTrainer:
         rank, size = self.transport.rank, self.transport.size
         mine = ids[rank::size], targets[rank::size]
         with self.balancer.evaluation():
-            loss = float(self.model(*mine)) * len(mine[0]) if len(mine[0]) else float(self._empty_loss()) * 0
+            loss = float(self.model(*mine)) * len(mine[0])
         return self.balancer.layers[0].state.total(loss) / len(ids)
-
-    def _empty_loss(self) -> Tensor:
-        """A rank without sequences takes part in every exchange all the same."""
-        nothing = torch.zeros(0, self.workload.config.context, dtype=torch.int64)
-        x = self.model.table(nothing) + self.model.position.weight
-        for block in self.model.blocks:
-            x = block(x)
-        total: Tensor = x.sum()
-        return total
 
     def _reduce_dense(self) -> float:
         """Mean of the dense gradients over ranks, in place; returns their squared norm."""

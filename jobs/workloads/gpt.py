@@ -10,7 +10,7 @@ import hashlib
 import platform
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -101,12 +101,12 @@ class Block(nn.Module):
 
 
 class GptModel(nn.Module):
-    """See the module. Called with ids and targets it returns the mean loss in nats per byte. mlp: see `Block`."""
+    """See the module. Called with ids and targets it returns the mean loss in nats per byte."""
 
-    def __init__(self, config: GptConfig, mlp: Callable[[], nn.Module] | None = None):
+    def __init__(self, config: GptConfig):
         super().__init__()
         self.table, self.position = nn.Embedding(VOCABULARY, config.width), nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config.width, config.heads, mlp and mlp()) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         for parameter in self.parameters():
             if parameter.dim() > 1:

@@ -18,10 +18,11 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from collectives.moe import MoELayer
 from collectives.router import Routing
-from jobs.workloads.gpt import ByteCorpus, GptConfig, GptModel, stdlib_files, windows
+from jobs.workloads.gpt import VOCABULARY, Block, ByteCorpus, stdlib_files, windows
 from zenray.config import Section
 
 DOMAINS = ("py", "headers", "prose")
@@ -54,6 +55,32 @@ class MoeLmConfig(Section):
     """How far the mix of domains moves: 0 mixes them equally all the time, 1 starts with one and ends with another."""
     evaluation_bytes: int = 12_288
     """Held-out bytes of each evaluation, equally from all domains."""
+
+
+class MoeLmModel(nn.Module):
+    """Called with ids and targets, int64 [batch, positions], it returns the mean loss in nats per byte.
+
+    Only the tables start small. Attention that starts small as well leaves the residual stream to the experts alone, and
+    then each pair that a capacity drops costs far more than it does in any trained model.
+    """
+
+    def __init__(self, config: MoeLmConfig, make_layer: Callable[[], MoELayer]):
+        super().__init__()
+        width = config.width
+        self.table, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(config.context, width)
+        self.blocks = nn.ModuleList(Block(width, config.heads, ExpertMlp(make_layer())) for _ in range(config.layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        for table in (self.table, self.position):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """The loss; 0 of no sequences, whose backward takes part in every exchange all the same."""
+        x = self.table(ids) + self.position.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        if not len(ids):
+            return cast(Tensor, x.sum())
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
 class ExpertMlp(nn.Module):
@@ -115,7 +142,6 @@ class MoeLm:
 
     def __init__(self, config: MoeLmConfig, batch: int, seed: int, steps: int):
         self.config, self.batch_size, self.seed, self.steps = config, batch, seed, steps
-        self.shape = GptConfig(layers=config.layers, width=config.width, heads=config.heads, context=config.context)
 
     def facts(self) -> dict[str, object]:
         """What the numbers depend on; equal on all ranks, or the ranks must not train together."""
@@ -125,11 +151,11 @@ class MoeLm:
             facts[f"{name}_bytes"] = [len(corpus.train), len(corpus.held_out)]
         return facts
 
-    def model(self, make_layer: Callable[[], MoELayer]) -> GptModel:
+    def model(self, make_layer: Callable[[], MoELayer]) -> MoeLmModel:
         """The same initial dense weights on every rank; the experts' are the business of who holds their state."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            return GptModel(self.shape, lambda: ExpertMlp(make_layer()))
+            return MoeLmModel(self.config, make_layer)
 
     def mix(self, step: int) -> np.ndarray:
         """Share of each domain at `step`, float64 [domains]."""
