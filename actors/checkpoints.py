@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,13 +136,19 @@ class Slots:
             for rank, slots in list(self._kept.items()):
                 self._kept[rank] = [s for s in slots if not s.frame or s.frame.num_shards == num_shards]
 
-    def get(self, rank: int, key: tuple[int, int]) -> Bytes:
-        """A copy of the frame of shard `rank` of the set `key`."""
+    def find(self, rank: int, key: tuple[int, int]) -> Bytes | None:
+        """A copy of the frame of shard `rank` of the set `key`, None if it is not kept."""
         with self._lock:
             for slot in self._kept.get(rank, []):
                 if slot.frame is not None and slot.frame.key == key:
                     return slot.content(slot.frame).copy()
-        raise CheckpointError(f"host {self.host} does not keep shard {rank} of step {key[0]} ({key[1]} shards)")
+        return None
+
+    def get(self, rank: int, key: tuple[int, int]) -> Bytes:
+        """As `find`; raises CheckpointError if it is not kept."""
+        if (found := self.find(rank, key)) is None:
+            raise CheckpointError(f"host {self.host} does not keep shard {rank} of step {key[0]} ({key[1]} shards)")
+        return found
 
     def clear(self, epoch: int) -> None:
         """Forget everything: another run begins with `epoch`."""
@@ -162,6 +168,7 @@ class CheckpointStore:
     def __init__(self, run_id: str, host: str, limit_bytes: int):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self.slots = Slots(run_id, host, min(limit_bytes, psutil.virtual_memory().available // 2))
+        self._writing = threading.Lock()
         self.door = Door(self.slots, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
     @ray.method(concurrency_group="control")
@@ -200,13 +207,26 @@ class CheckpointStore:
         return self.slots.get(rank, key)
 
     @ray.method(concurrency_group="disk")
-    def write(self, folder: str, rank: int, key: tuple[int, int], keep: int, identity: Mapping[str, str]) -> int:
-        """Write a committed shard to storage; returns the bytes written. `identity`: run_id and config_sha256."""
-        data = self.slots.get(rank, key)
-        frame = read(data, self.slots.run_id, data.nbytes)
-        values, tensors = parts(data, frame)
-        stamp = Stamp(identity["run_id"], frame.step, frame.epoch, rank, frame.num_shards, identity["config_sha256"])
-        return ShardFolder(Path(folder), rank, frame.num_shards, keep).write(stamp, tensors, values)
+    def write(
+        self, folder: str, ranks: Sequence[int], key: tuple[int, int], keep: int, identity: Mapping[str, str]
+    ) -> bool:
+        """Write committed shards to storage. `identity`: run_id and config_sha256.
+
+        They are copied at once, however long the disk takes for earlier ones: training goes on meanwhile, and their
+        slots are soon needed. Returns False if it went on so far that one is no longer kept.
+        """
+        kept = {rank: self.slots.find(rank, key) for rank in ranks}
+        with self._writing:
+            for rank, data in kept.items():
+                if data is None:
+                    return False
+                frame = read(data, self.slots.run_id, data.nbytes)
+                values, tensors = parts(data, frame)
+                stamp = Stamp(
+                    identity["run_id"], frame.step, frame.epoch, rank, frame.num_shards, identity["config_sha256"]
+                )
+                ShardFolder(Path(folder), rank, frame.num_shards, keep).write(stamp, tensors, values)
+        return True
 
     @ray.method(concurrency_group="control")
     def end_process(self, pid: int) -> None:

@@ -18,6 +18,7 @@ from actors.checkpoints import CheckpointStore
 from actors.delivery import Address
 from actors.epoch import finished
 from actors.group import actor_options, create_actor
+from actors.storage import WRITES_AT_ONCE
 from actors.worker import GpuWorker
 from placement.groups import group_name
 from placement.inventory import Gang, Seat
@@ -131,7 +132,8 @@ class Crew:
             holder.end_process.remote(pid)
 
     def _open_holder(self, host: str) -> None:
-        settings: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"control": 2, "disk": 1}}
+        groups = {"control": 2, "disk": WRITES_AT_ONCE}
+        settings: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": groups}
         holder = (
             ray.remote(**settings)(CheckpointStore)
             .options(scheduling_strategy=NodeAffinitySchedulingStrategy(host, soft=False))

@@ -14,6 +14,8 @@ from ray.exceptions import RayActorError
 from actors.errors import CheckpointError
 from actors.folder import ShardFolder
 
+WRITES_AT_ONCE = 2
+"""Checkpoints under way: one that is being written and one that waits. A further one is left out."""
 _FETCH_S = 2.0
 
 
@@ -50,6 +52,7 @@ class StorageTier:
     def __init__(self, storage: Storage | None, run_id: str, say: Callable[[str], None]):
         self.storage, self.run_id, self.say = storage, run_id, say
         self.is_on = storage is not None
+        self._is_late = False
         self._writes: list[tuple[int, Any]] = []
 
     def latest(self, most_ranks: int) -> tuple[int, int, Path] | None:
@@ -64,11 +67,14 @@ class StorageTier:
         storage, size = self.storage, len(first_holders)
         if storage is None or not self.is_on or not step or step % storage.every_steps:
             return
+        if len({step for step, _ in self._writes}) == WRITES_AT_ONCE:
+            self._say_late(step)
+            return
         identity = {"run_id": self.run_id, "config_sha256": storage.config_sha256}
-        for rank, holder in enumerate(first_holders):
-            if holder is not None:
-                ref = holder.write.remote(str(storage.of(size)), rank, (step, size), storage.keep, identity)
-                self._writes.append((step, ref))
+        folder = str(storage.of(size))
+        for holder in dict.fromkeys(holder for holder in first_holders if holder is not None):
+            ranks = [rank for rank, first in enumerate(first_holders) if first == holder]
+            self._writes.append((step, holder.write.remote(folder, ranks, (step, size), storage.keep, identity)))
 
     def note(self, timeout_s: float = 0.0) -> None:
         """Hear of finished writes."""
@@ -79,13 +85,21 @@ class StorageTier:
         for step, ref in [write for write in self._writes if write[1] in ready]:
             self._writes.remove((step, ref))
             try:
-                ray.get(ref, timeout=_FETCH_S)
+                if not ray.get(ref, timeout=_FETCH_S):
+                    self._say_late(step)
             except RayActorError:
                 continue  # the holder is gone: the ranks notice it by themselves
             except CheckpointError as error:
                 if self.is_on:
                     self.is_on = False
                     self.say(f"storage is off from step {step} on, memory goes on: {error}")
+
+    def _say_late(self, step: int) -> None:
+        if not self._is_late:
+            self._is_late = True
+            self.say(
+                f"storage is slower than training: step {step} is not written, others may follow; write less often"
+            )
 
     def settle(self, deadline: float) -> None:
         """Wait for the writes under way."""

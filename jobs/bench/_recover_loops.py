@@ -64,7 +64,11 @@ class Loop:
         self.task, self.rank = task, rank
         depth = max(1, task.state_bytes // (ADAM_COPIES * 4 * WIDTH * WIDTH))
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
+        for (
+            parameter
+        ) in self.model.parameters():  # else numbers dwindle from layer to layer, and subnormal ones are slow
+            nn.init.normal_(parameter, std=WIDTH**-0.5)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5)
 
     def gradients(self, step: int, busy: AbstractContextManager[object] | None = None) -> None:
         """Forward, backward, mean over ranks: everything up to the update of `step`. busy: held during the last."""

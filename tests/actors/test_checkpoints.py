@@ -1,5 +1,8 @@
 """Frames, slots, shards and the journal: what a holder keeps, what it refuses, and that a restored state is the same."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -10,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.checkpoints import Slots
+from actors.checkpoints import CheckpointStore, Slots
 from actors.errors import CheckpointError, MemoryExhausted, StaleEpoch
 from actors.folder import ShardFolder, Stamp
 from actors.frames import HEADER_BYTES, Frame, parts, read, seal
@@ -304,3 +307,29 @@ def test_a_shard_on_disk_verifies_and_carries_its_stamp(tmp_path: Path) -> None:
     training.step()
     restore([(manifest["values"], read_back)], 0, 1, training.own, training.replicated)
     assert torch.equal(training.model.weight, before)
+
+
+def test_a_shard_is_written_as_it_was_when_the_write_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, copied = CheckpointStore.__new__(CheckpointStore), threading.Event()  # without its door
+    store.slots, store._writing = Slots("r", "h", LIMIT), threading.Lock()
+    find = store.slots.find
+
+    def noted(rank: int, key: tuple[int, int]) -> np.ndarray | None:
+        found = find(rank, key)
+        copied.set()
+        return found
+
+    monkeypatch.setattr(store.slots, "find", noted)
+    write = partial(store.write, str(tmp_path), [0], keep=2, identity={"run_id": "r", "config_sha256": ""})
+    put(store.slots, frame(4, base=(3, 2)))
+    with ThreadPoolExecutor(1) as pool:
+        with store._writing:  # the disk is busy with an earlier step
+            late = pool.submit(write, (4, 2))
+            assert copied.wait(10)
+            for step in (5, 6, 7):
+                put(store.slots, frame(step, base=(step - 1, 2)))
+        assert late.result(timeout=10)
+    assert ShardFolder(tmp_path, 0, 2).read(4, 0)[1] == bytes([4]) * 64
+    assert not write((5, 2))  # training went on so far that nobody keeps it
