@@ -14,8 +14,8 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -112,31 +112,41 @@ class Door:
 
 class Delivery:
     """The rank's side: a connection to one holder. All methods raise OSError when the holder is gone, and TimeoutError
-    (one of them) when it takes or says nothing for `limit_s`."""
+    (one of them) when it takes or says nothing for `limit_s`.
+
+    The limit is the kernel's: Python's own makes of one call many, and each takes the interpreter from the training.
+    """
 
     def __init__(self, address: Address, limit_s: float):
         self._socket = socket.create_connection((address.host, address.port), timeout=limit_s)
+        self._socket.settimeout(None)
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(limit_s), int(limit_s % 1 * 1e6)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.sendall(address.secret)
 
     def begin(self, num_bytes: int) -> None:
         """Announce a frame of so many bytes."""
-        self._socket.sendall(_LENGTH.pack(num_bytes))
+        with _timely():
+            self._socket.sendall(_LENGTH.pack(num_bytes))
 
     def send(self, part: Bytes) -> int:
         """Send what the connection takes of `part`; returns how many bytes that was."""
-        return self._socket.send(part.data)
+        with _timely():
+            return self._socket.send(part.data)
 
     def wait(self) -> int:
         """Return when the answer has begun to arrive."""
-        return len(self._socket.recv(1, socket.MSG_PEEK))
+        with _timely():
+            return len(self._socket.recv(1, socket.MSG_PEEK))
 
     def answer(self) -> str:
         """The holder's digest of the frame. Raises WireFormatError if it arrived damaged, else why it was refused."""
-        (num_bytes,) = _LENGTH.unpack(_read(self._socket, _LENGTH.size).tobytes())
-        if num_bytes > MAX_ANSWER_BYTES:
-            raise ConnectionError(f"the holder answers with {num_bytes} bytes")
-        answer = json.loads(_read(self._socket, num_bytes).tobytes())
+        with _timely():
+            (num_bytes,) = _LENGTH.unpack(_read(self._socket, _LENGTH.size).tobytes())
+            if num_bytes > MAX_ANSWER_BYTES:
+                raise ConnectionError(f"the holder answers with {num_bytes} bytes")
+            answer = json.loads(_read(self._socket, num_bytes).tobytes())
         if "digest" in answer:
             return str(answer["digest"])
         if answer["error"] in _REFUSALS:
@@ -154,6 +164,15 @@ def give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
+@contextmanager
+def _timely() -> Iterator[None]:
+    """A blocking call that ran into the kernel's limit reports "try again"."""
+    try:
+        yield
+    except BlockingIOError as error:
+        raise TimeoutError("nothing moved within the limit") from error
+
+
 def _read(connection: socket.socket, num_bytes: int) -> Bytes:
     out = np.empty(num_bytes, np.uint8)
     _read_into(connection, out)
@@ -163,7 +182,7 @@ def _read(connection: socket.socket, num_bytes: int) -> Bytes:
 def _read_into(connection: socket.socket, out: Bytes) -> None:
     view, num_read = out.data, 0
     while num_read < out.size:
-        count = connection.recv_into(view[num_read:])
+        count = connection.recv_into(view[num_read:], 0, socket.MSG_WAITALL)
         if count == 0:
             raise ConnectionError("the other side has closed the connection")
         num_read += count

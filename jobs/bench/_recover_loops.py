@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray.train
 import torch
 import torch.distributed as dist
@@ -29,7 +30,8 @@ from actors.state import ModelState, OptimizerState, RandomState
 from actors.worker import WorkerContext
 
 WIDTH = 256
-TURNS, TURN_STEPS = 6, 12
+TURNS, TURN_STEPS = 4, 10
+TURN_NAMES = ("protected", "unprotected")
 ADAM_COPIES = 3
 """Parameters, first and second moments."""
 
@@ -107,14 +109,25 @@ def protected(task: Task, context: WorkerContext, keeper: Keeper) -> None:
 
 
 def steady(task: Task, context: WorkerContext, keeper: Keeper) -> dict[str, list[float]]:
-    """What copies cost where nothing fails: seconds of each step with and without them, in turns of TURN_STEPS."""
+    """What copies cost where nothing fails, in turns of TURN_STEPS with and without them.
+
+    Returns the seconds of each step by TURN_NAMES, and by `NAME_cpu` the processor time of this rank and of its host's
+    holder, a step, of each turn.
+    """
     loop = Loop(task, context.rank)
     step = keeper.restore([RandomState({})], [ModelState(loop.model), OptimizerState(loop.optimizer, loop.model)])
-    seconds: dict[str, list[float]] = {"protected": [], "unprotected": []}
-    for turn in range(2 * TURNS):
-        name = ("protected", "unprotected")[turn % 2]
+    holder = psutil.Process(ray.get(keeper.assignment.holders[0].actor.sit.remote(), timeout=10.0))
+    result: dict[str, list[float]] = {f"{name}{kind}": [] for name in TURN_NAMES for kind in ("", "_cpu")}
+    used_s = 0.0
+    for turn in range(2 * TURNS + 1):
         keeper.gate()
         dist.barrier()
+        before_s, used_s = used_s, time.process_time() + sum(holder.cpu_times()[:2])
+        if turn:
+            result[f"{TURN_NAMES[(turn - 1) % 2]}_cpu"].append((used_s - before_s) / TURN_STEPS)
+        if turn == 2 * TURNS:
+            break
+        name = TURN_NAMES[turn % 2]
         for number in range(TURN_STEPS):
             begin = time.perf_counter()
             loop.gradients(turn * TURN_STEPS + number + 1, keeper.busy())
@@ -124,9 +137,8 @@ def steady(task: Task, context: WorkerContext, keeper: Keeper) -> dict[str, list
                 step += 1
                 keeper.prepare(step)
             if number > 1:  # the first ones still meet what the turn before left under way
-                seconds[name].append(time.perf_counter() - begin)
-    keeper.finish()
-    return seconds
+                result[name].append(time.perf_counter() - begin)
+    return result
 
 
 def ray_train_loop(config: Mapping[str, Any]) -> None:

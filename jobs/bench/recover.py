@@ -26,19 +26,19 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from actors.recovery import RecoverableGroup
 from actors.storage import Storage
-from jobs.bench._recover_loops import Task, protected, ray_train_loop, steady
+from jobs.bench._recover_loops import TURN_NAMES, Task, protected, ray_train_loop, steady
 from jobs.job import Run
 from jobs.nodes import local_nodes
 from jobs.record import record_figures, recorded
 from jobs.train_config import TrackingConfig
 from placement.recovery import Stage
+from placement.traffic import MU
 from zenray.config import Section
 
 FILES = ()
 PUBLISHED_RATIO = 13.0
 HEALTH_CHECK = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
 TUNED_S = "0.2"
-TURN_NAMES = ("protected", "unprotected")
 SYSTEMS = ("zenray", "ray_train", "ray_train_tuned")
 COLOURS = dict(zip(SYSTEMS, ("#0b7a75", "#b0b7bf", "#edae49"), strict=True))
 FAILURE_EVERY_S = 60.0
@@ -58,6 +58,8 @@ class Config(Section):
     """Steps between checkpoints on storage, for both."""
     compute_s: Annotated[float, Field(ge=0)] = 0.1
     """Each step also waits so long, as if a device computed."""
+    steady_compute_s: list[Annotated[float, Field(ge=0)]] = Field([0.1, 0.4], min_length=1)
+    """The same where nothing fails, for the cost of copies: idle time may suffice for them or not."""
     kill_step: Annotated[int, Field(ge=2)] = 18
     """The step before which a worker is killed."""
     repeats: Annotated[int, Field(ge=1)] = 1
@@ -89,12 +91,16 @@ def figures(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
         size: {name: row[name]["passed_s"] / row["zenray"]["passed_s"] for name in SYSTEMS[1:]}
         for size, row in rows.items()
     }
+    steady = [s for row in rows.values() for s in row["steady"].values()]
     return {
         "speedup_over_ray_train": median(ratio["ray_train"] for ratio in ratios.values()),
         "speedup_over_ray_train_tuned": median(ratio["ray_train_tuned"] for ratio in ratios.values()),
         "speedup_by_size_mib": ratios,
         "published_ratio": PUBLISHED_RATIO,
-        "overhead_per_step": {size: row["steady"]["overhead"] for size, row in rows.items()},
+        "max_overhead_where_idle_suffices": max((s["overhead"] for s in steady if s["idle_suffices"]), default=None),
+        "overhead_per_step": {
+            size: {compute_s: s["overhead"] for compute_s, s in row["steady"].items()} for size, row in rows.items()
+        },
         "sizes_mib": rows,
     }
 
@@ -103,30 +109,31 @@ def measure_size(config: Config, size_mib: float, run: Run) -> dict[str, Any]:
     """All systems at one state size, one after the other on the same nodes."""
     row: dict[str, Any] = {}
     folder = run.out.resolve() / f"{size_mib:g}mib"
-    task = partial(
-        Task,
-        state_bytes=int(size_mib * 2**20),
-        steps=config.steps,
-        every_steps=config.every_steps,
-        compute_s=config.compute_s,
-    )
+    task = partial(Task, state_bytes=int(size_mib * 2**20), steps=config.steps, every_steps=config.every_steps)
     for name in SYSTEMS:
         results = []
         for repeat in range(config.repeats):
             own = folder / f"{name}-{repeat}"
             own.mkdir(parents=True, exist_ok=True)
-            job = task(folder=str(own), kill_step=config.kill_step)
+            job = task(folder=str(own), compute_s=config.compute_s, kill_step=config.kill_step)
             results.append(run_zenray(config, job) if name == "zenray" else run_ray_train(config, job, name))
         row[name] = {key: median(result[key] for result in results) for key in results[0]}
         row[name]["runs"] = len(results)
         row[name]["spread_s"] = [min(r["passed_s"] for r in results), max(r["passed_s"] for r in results)]
         row[name]["ettr"] = FAILURE_EVERY_S / (FAILURE_EVERY_S + row[name]["passed_s"])
-    row["steady"] = run_steady(config, task(folder=str(folder), kill_step=None))
+    row["steady"] = {
+        f"{compute_s:g}": run_steady(config, task(folder=str(folder), compute_s=compute_s, kill_step=None))
+        for compute_s in config.steady_compute_s
+    }
     return row
 
 
 def run_steady(config: Config, task: Task) -> dict[str, float]:
-    """Steps with and without copies, in turns in the same processes; what the plan of the traffic foresaw."""
+    """Steps with and without copies, in turns in the same processes; what the plan of the traffic foresaw.
+
+    idle_suffices: the plan hides all bytes in idle spans of the network and, since the hosts of this bench share the
+    processors, the copies' processor time fits into the same share of the idle one.
+    """
     journal = Path(task.folder) / "steady.jsonl"
     with RecoverableGroup(config.ranks, journal=journal, strategy="STRICT_SPREAD", start_timeout_s=120.0) as group:
         by_rank = group.run(partial(steady, task), timeout_s=config.timeout_s)
@@ -134,15 +141,21 @@ def run_steady(config: Config, task: Task) -> dict[str, float]:
     with_copies, without = (
         median(max(s) for s in zip(*(r[name] for r in by_rank), strict=True)) for name in TURN_NAMES
     )
+    busy_s, training_s = (sum(median(rank[f"{name}_cpu"]) for rank in by_rank) for name in TURN_NAMES)
+    idle_cpu_s = len(os.sched_getaffinity(0)) * without - training_s
     planned = [row.predicted_s for row in kept if row.predicted_s is not None]
+    exposed_s = median(planned) if planned else 0.0
     return {
         "step_s": with_copies,
         "unprotected_step_s": without,
         "overhead": with_copies / without - 1,
+        "idle_suffices": exposed_s == 0.0 and busy_s - training_s <= MU * idle_cpu_s,
         "idle_s": median(row.idle_s for row in kept),
         "replicate_s": median(row.replicate_s for row in kept),
+        "idle_cpu_s": idle_cpu_s,
+        "copies_cpu_s": busy_s - training_s,
         "gate_s": median(row.gate_s for row in kept),
-        "predicted_gate_s": median(planned) if planned else 0.0,
+        "predicted_gate_s": exposed_s,
         "frame_bytes": float(median(row.frame_bytes for row in kept)),
     }
 
@@ -261,23 +274,21 @@ def show(rows: dict[str, dict[str, Any]], metrics: dict[str, Any], run: Run) -> 
     ]
     run.table("After a kill", ("state", "system", "passed after s", "steps redone", "ms a step", "cold start s"), table)
     columns = (
-        "state",
-        "ms a step",
-        "without copies",
-        "overhead",
-        "idle ms",
-        "sending ms",
-        "gate ms",
-        "gate ms planned",
+        *("state", "device ms", "ms a step", "without copies", "overhead", "idle suffices"),
+        *("idle ms", "sending ms", "idle CPU ms", "copies CPU ms", "gate ms", "gate ms planned"),
     )
     steps = [
         (
             f"{size} MiB",
-            *(1e3 * row["steady"][key] for key in ("step_s", "unprotected_step_s")),
-            f"{row['steady']['overhead']:.1%}",
-            *(1e3 * row["steady"][key] for key in ("idle_s", "replicate_s", "gate_s", "predicted_gate_s")),
+            1e3 * float(compute_s),
+            *(1e3 * steady[key] for key in ("step_s", "unprotected_step_s")),
+            f"{steady['overhead']:.1%}",
+            "yes" if steady["idle_suffices"] else "no",
+            *(1e3 * steady[key] for key in ("idle_s", "replicate_s", "idle_cpu_s", "copies_cpu_s")),
+            *(1e3 * steady[key] for key in ("gate_s", "predicted_gate_s")),
         )
         for size, row in rows.items()
+        for compute_s, steady in row["steady"].items()
     ]
     run.table("A step with copies in memory, and without", columns, steps)
     run.say(

@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from jobs.bench._recover_loops import Task
 from jobs.bench.recover import SYSTEMS, figures, judge, plot
 
-STEADY = {"overhead": 0.02, "step_s": 0.102, "unprotected_step_s": 0.1}
+STEADY = {
+    "0.1": {"overhead": 0.2, "idle_suffices": False},
+    "0.2": {"overhead": 0.03, "idle_suffices": True},
+    "0.4": {"overhead": 0.02, "idle_suffices": True},
+}
 
 
 def notes(folder: Path, name: str, rows: list[tuple[int, float]]) -> None:
@@ -42,6 +44,7 @@ def test_ratios_are_those_of_the_same_size_and_the_picture_holds_them(tmp_path: 
     metrics = figures(rows)
     assert metrics["speedup_by_size_mib"]["16"] == {"ray_train": 12.0, "ray_train_tuned": 6.0}
     assert (metrics["speedup_over_ray_train"], metrics["speedup_over_ray_train_tuned"]) == (12.0, 6.0)
-    assert metrics["overhead_per_step"] == pytest.approx({"1": 0.02, "16": 0.02, "64": 0.02})
+    assert metrics["overhead_per_step"] == {size: {"0.1": 0.2, "0.2": 0.03, "0.4": 0.02} for size in rows}
+    assert metrics["max_overhead_where_idle_suffices"] == 0.03
     plot(rows, tmp_path / "recover.png")
     assert (tmp_path / "recover.png").read_bytes().startswith(b"\x89PNG")
