@@ -135,17 +135,18 @@ class RecoverableGroup(WorkerGroup):
         self._enter(GroupState.READY)
         return results
 
-    def wait_whole(self, *, timeout_s: float) -> None:
+    def wait_whole(self, *, timeout_s: float, spares: int | None = None) -> None:
         """Return when every bundle has a warm worker and every host of one a holder; raises WorkerTimeout.
 
-        A group need not be whole to run; whole, it recovers fastest.
+        spares: standbys that suffice; None: all. A group need not be whole to run; whole, it recovers fastest.
         """
         deadline = time.monotonic() + timeout_s
+        enough = self.num_ranks + (self.protection.spares if spares is None else spares)
         while True:
             self._fill()
             self._poll()
             hosts = {standby.seat.node_id for standby in self.crew.up if standby.seat} | self._rank_hosts()
-            if len(self.members) + len(self.crew.up) == len(self.gang.bundles) and hosts <= set(self.crew.holders):
+            if len(self.members) + len(self.crew.up) >= enough and hosts <= set(self.crew.holders):
                 break
             if time.monotonic() > deadline:
                 missing = [standby.bundle for standby in self.crew.standbys if standby.seat is None]

@@ -50,6 +50,8 @@ CYCLE = (
 )
 """Kinds by seed: the first 10 hold each of them, and half of all are plain kills."""
 PHASES = (Phase.COMPUTE, Phase.REDUCE, Phase.UPDATE, Phase.SNAPSHOT, Phase.REPLICATE, Phase.ACK, Phase.COMMIT)
+SPARES = 2
+"""Standbys. A seed begins once those are up that its fault needs; the other one starts beside its training."""
 WHOLE_S = 120.0
 LIMITS_S: Mapping[Kind, float] = {Kind.KILL: 3.0, Kind.NODE: 6.0}
 """Required p95 of the recovery; a hang has the heartbeat's limit and 3 s."""
@@ -66,7 +68,7 @@ class ChaosConfig(Section):
     first_seed: Annotated[int, Field(ge=0)] = 0
     """The first of them."""
     ranks: Annotated[int, Field(ge=2, le=16)] = 4
-    """Workers, one a node; one more node holds a standby."""
+    """Workers, one a node; SPARES more nodes hold a standby each."""
     steps: Annotated[int, Field(ge=6)] = 8
     """Of each run."""
     hidden: Count = 64
@@ -133,7 +135,7 @@ class Bench:
         group = RecoverableGroup(
             self.config.ranks,
             journal=self.out / "journal.jsonl",
-            protection=Protection(copies=self.config.copies, heartbeat_s=self.config.heartbeat_s),
+            protection=Protection(copies=self.config.copies, spares=SPARES, heartbeat_s=self.config.heartbeat_s),
             strategy="STRICT_SPREAD",
             start_timeout_s=WHOLE_S,
             collective_timeout_s=30.0,
@@ -149,7 +151,7 @@ class Bench:
 
     def strike(self, fault: Fault, reference: Any) -> Outcome:
         """One faulty run, judged."""
-        self._mend()
+        self._mend(spares=2 if fault.kind is Kind.RECOVER else 1)
         outcome = Outcome(fault)
         folder = self.out / f"seed-{fault.seed:04d}"
         training = self._training(folder.name)
@@ -233,8 +235,8 @@ class Bench:
             case Kind.DELAY | Kind.SLOW:
                 return True
 
-    def _mend(self) -> None:
-        """Put the cluster back as it was before the seed before; a broken group is replaced."""
+    def _mend(self, spares: int) -> None:
+        """Put the cluster back as it was before the seed before, with so many standbys; a broken group is replaced."""
         for _ in range(self.num_removed):
             self.nodes.add()
         self.num_removed = 0
@@ -242,7 +244,7 @@ class Bench:
             self.group.shutdown()
             self.group = self._new_group()
             self.num_groups += 1
-        self.group.wait_whole(timeout_s=WHOLE_S)
+        self.group.wait_whole(timeout_s=WHOLE_S, spares=spares)
         for holder in self.group.crew.holders.values():
             with suppress(ProcessLookupError):
                 pid = ray.get(holder.sit.remote(), timeout=10.0)
@@ -321,8 +323,10 @@ def chaos(config: ChaosConfig, run: Run) -> dict[str, Any]:
     """The job: cluster, undisturbed run, all seeds, table, picture."""
     outcomes: list[Outcome] = []
     with ExitStack() as stack:
-        run.say(f"starting {config.ranks + 1} Ray nodes on this host, {config.ranks} workers and a standby")
-        nodes = stack.enter_context(local_nodes(config.ranks + 1))
+        run.say(
+            f"starting {config.ranks + SPARES} Ray nodes on this host, for {config.ranks} workers and {SPARES} standbys"
+        )
+        nodes = stack.enter_context(local_nodes(config.ranks + SPARES))
         record = stack.enter_context(recorded(config, config.tracking, run))
         bench = Bench(config, nodes, run.out.resolve())
         stack.callback(lambda: bench.group.shutdown())

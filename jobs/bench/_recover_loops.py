@@ -40,7 +40,8 @@ ADAM_COPIES = 3
 class Task:
     """What is trained. state_bytes: parameters and Adam's moments; kill_step: rank `kill_rank` dies before it, once.
 
-    compute_s: each step also waits so long, as if a device computed: then the cores are free.
+    compute_s: the gradients of a step take at least so long, as if a device computed them while the host only launches
+    its kernels: then the cores are free.
     """
 
     folder: str
@@ -78,11 +79,12 @@ class Loop:
         if step == task.kill_step and self.rank == task.kill_rank and not (Path(task.folder) / "kill.jsonl").exists():
             note(task, "kill", step=step)
             os.kill(os.getpid(), signal.SIGKILL)
+        ready_s = time.monotonic() + task.compute_s
         generator = torch.Generator().manual_seed(step * 1009 + self.rank)
         self.optimizer.zero_grad(set_to_none=True)
         loss: Tensor = self.model(torch.randn(16, WIDTH, generator=generator)).square().mean()
         torch.autograd.backward([loss])
-        time.sleep(task.compute_s)
+        time.sleep(max(0.0, ready_s - time.monotonic()))
         with busy or nullcontext():
             for parameter in self.model.parameters():
                 assert parameter.grad is not None

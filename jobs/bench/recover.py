@@ -57,7 +57,7 @@ class Config(Section):
     every_steps: Annotated[int, Field(ge=1)] = 10
     """Steps between checkpoints on storage, for both."""
     compute_s: Annotated[float, Field(ge=0)] = 0.1
-    """Each step also waits so long, as if a device computed."""
+    """The gradients of a step take at least so long, as if a device computed them."""
     steady_compute_s: list[Annotated[float, Field(ge=0)]] = Field([0.1, 0.4], min_length=1)
     """The same where nothing fails, for the cost of copies: idle time may suffice for them or not."""
     kill_step: Annotated[int, Field(ge=2)] = 18
