@@ -277,7 +277,10 @@ class RecoverableGroup(WorkerGroup):
             self._say(f"{text}; going back to step {older.step}, which is still in memory")
             return Plan(older.step, older.num_shards, older.sources)
         if found is None:
-            raise CheckpointError(f"{text}, and no checkpoint is on storage: start anew, with more copies or storage")
+            raise CheckpointError(
+                f"{text}, and no checkpoint is on storage. Go on from an earlier result if you have one, else start anew; "
+                f"to survive this, keep more than {self.protection.copies} copies on more hosts, or give the run a storage"
+            )
         self._say(f"{text}; going back to step {found[0]} on storage")
         return Plan(found[0], found[1], None, found[2])
 

@@ -19,6 +19,7 @@ from actors.folder import ShardFolder, Stamp
 from actors.frames import HEADER_BYTES, Frame, parts, read, seal
 from actors.journal import Journal, read_journal
 from actors.shards import Image, restore, share, snapshot
+from actors.storage import Storage, StorageTier
 from actors.state import DataPosition, ExpertShards, ModelState, OptimizerState, RandomState, ResidualState
 from collectives.errors import WireFormatError
 from collectives.expert_state import ExpertState
@@ -333,3 +334,25 @@ def test_a_shard_is_written_as_it_was_when_the_write_was_asked_for(
         assert late.result(timeout=10)
     assert ShardFolder(tmp_path, 0, 2).read(4, 0)[1] == bytes([4]) * 64
     assert not write((5, 2))  # training went on so far that nobody keeps it
+
+
+def test_one_checkpoint_may_wait_for_the_disk_and_a_further_one_is_left_out(tmp_path: Path) -> None:
+    asked: list[tuple[list[int], tuple[int, int]]] = []
+    said: list[str] = []
+
+    def ask(folder: str, ranks: list[int], key: tuple[int, int], keep: int, identity: dict[str, str]) -> object:
+        asked.append((ranks, key))
+        return object()
+
+    class Holder:
+        write = SimpleNamespace(remote=ask)
+
+    first, second = Holder(), Holder()
+    tier = StorageTier(Storage(tmp_path, every_steps=2), "r", said.append)
+    for step in range(9):
+        tier.write_if_due(step, [first, second, first, None])
+    assert asked == [([0, 2], (2, 4)), ([1], (2, 4)), ([0, 2], (4, 4)), ([1], (4, 4))]
+    assert len(said) == 1  # not once a step
+    assert "step 6 is not written" in said[0]
+    assert tier.is_on
+'''

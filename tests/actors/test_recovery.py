@@ -138,7 +138,7 @@ def test_a_group_survives_what_memory_or_storage_allows(
         assert f"resumed at step {STEPS} from storage" in group.events
 
         group.wait_whole(timeout_s=60)
-        with pytest.raises(CheckpointError, match="no checkpoint is on storage"):
+        with pytest.raises(CheckpointError, match=r"shard\(s\) \[.*\] of step .* no checkpoint is on storage.*copies"):
             group.run(Train(), timeout_s=60, probe=Strike(5, holder=True))
         with pytest.raises(GroupStateError):
             group.run(Train(), timeout_s=60)
