@@ -19,8 +19,8 @@ from actors.folder import ShardFolder, Stamp
 from actors.frames import HEADER_BYTES, Frame, parts, read, seal
 from actors.journal import Journal, read_journal
 from actors.shards import Image, restore, share, snapshot
-from actors.storage import Storage, StorageTier
 from actors.state import DataPosition, ExpertShards, ModelState, OptimizerState, RandomState, ResidualState
+from actors.storage import Storage, StorageTier
 from collectives.errors import WireFormatError
 from collectives.expert_state import ExpertState
 from collectives.feedback import ErrorFeedback
@@ -355,4 +355,3 @@ def test_one_checkpoint_may_wait_for_the_disk_and_a_further_one_is_left_out(tmp_
     assert len(said) == 1  # not once a step
     assert "step 6 is not written" in said[0]
     assert tier.is_on
-'''
