@@ -80,14 +80,22 @@ class ExpertState:
                 total[int(hosts[source, slot])] += part.to(total.dtype)
         return total
 
-    def squared_norm(self) -> float:
-        """Squared L2 norm of the summed gradients of all experts, each counted once; equal on all ranks."""
-        return self.total(self.gradient.double().square().sum().item())
+    def squared_norm(self, first: int = 0) -> float:
+        """Squared L2 norm of the summed gradients of all experts, each counted once; equal on all ranks.
+
+        first: leave out the values of each expert before this one.
+        """
+        own = self.gradient[:, max(0, first - self.cuts[self.transport.rank]) :]
+        return self.total(own.double().square().sum().item())
 
     def total(self, value: float) -> float:
         """Sum of one float64 over all ranks, in rank order, so equal on all of them."""
-        own = np.array([value])
-        return float(all_gather_records(self.transport, NORM, own.view(np.int64).tolist()).view(np.float64).sum())
+        return float(self.totals(np.array([value]))[0])
+
+    def totals(self, values: np.ndarray) -> np.ndarray:
+        """Sums of float64 [n] over all ranks, in rank order, so equal on all of them."""
+        table = all_gather_records(self.transport, NORM, values.view(np.int64).tolist())
+        return np.asarray(table.view(np.float64).sum(0))
 
     def step(self, clip: float = 1.0) -> None:
         """One AdamW update of this rank's shards; `clip` multiplies the gradient (global-norm clipping)."""

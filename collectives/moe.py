@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,13 +164,14 @@ class _ExpertFFN(torch.autograd.Function):
     def forward(ctx: Any, arrived: Tensor, w1: Tensor, w2: Tensor, step: _Step) -> Tensor:
         x = arrived.index_select(0, step.grouping)
         y = torch.empty_like(x)
-        norm = x.new_empty(len(x), dtype=torch.float32)
+        norm = x.new_zeros(len(x), dtype=torch.float32)
         hidden = x.new_empty((len(x), w1.shape[2])) if step.keep_hidden else x.new_empty(0)
         for slot, whole in step.slices:
             for rows in _chunks(whole.start, whole.stop):
                 p = torch.mm(x[rows], w1[slot], out=hidden[rows]) if step.keep_hidden else x[rows] @ w1[slot]
                 h = F.gelu(p)
-                norm[rows] = torch.linalg.vector_norm(h, dim=1).to(torch.float32)
+                if step.select is not keep_all:
+                    norm[rows] = torch.linalg.vector_norm(h, dim=1)
                 torch.mm(h, w2[slot], out=y[rows])
         ctx.save_for_backward(x, w1, w2, norm, hidden)
         ctx.step = step
@@ -182,11 +183,11 @@ class _ExpertFFN(torch.autograd.Function):
         step: _Step = ctx.step
         (delta,) = gradients  # in order of arrival
         kept = _kept_rows(delta, norm, step)
+        whole = len(kept.index) == len(x)
         inputs, delta = x.index_select(0, kept.index), delta.index_select(0, step.grouping[kept.index])
-        delta *= kept.weight[:, None].to(delta.dtype)
-        hidden = hidden.index_select(0, kept.index) if step.keep_hidden else hidden
+        if not whole:
+            delta *= kept.weight[:, None].to(delta.dtype)
         dinputs, dw1, dw2 = torch.empty_like(inputs), torch.empty_like(w1), torch.empty_like(w2)
-        contrast = torch.zeros_like(w2) if step.sign is not None else None
         unused = set(range(len(w1)))
         for slot, rows in step.slices:
             first, last = np.searchsorted(kept.index.numpy(), [rows.start, rows.stop])
@@ -196,11 +197,12 @@ class _ExpertFFN(torch.autograd.Function):
             for rows in _chunks(first, last):
                 beta = 0 if rows.start == first else 1  # the first product overwrites what was never written
                 x_rows, g = inputs[rows], delta[rows]
-                p = hidden[rows] if step.keep_hidden else x_rows @ w1[slot]
+                if not step.keep_hidden:
+                    p = x_rows @ w1[slot]
+                else:  # gathered by chunk: what a product reads next is still in the cache
+                    p = hidden[rows] if whole else hidden.index_select(0, kept.index[rows])
                 h = F.gelu(p)
                 dw2[slot].addmm_(h.T, g, beta=beta)
-                if contrast is not None and step.sign is not None:
-                    contrast[slot].addmm_(h.T, g * step.sign[kept.index[rows], None].to(g.dtype))
                 del h
                 dp = torch.ops.aten.gelu_backward(g @ w2[slot].T, p)
                 dw1[slot].addmm_(x_rows.T, dp, beta=beta)
@@ -209,8 +211,7 @@ class _ExpertFFN(torch.autograd.Function):
         for slot in unused:  # zeros, never None: an optimizer must see every expert at every step
             dw1[slot].zero_()
             dw2[slot].zero_()
-        step.dispatch.load.contrast = contrast
-        dx = torch.zeros_like(x) if len(kept.index) < len(x) else torch.empty_like(x)
+        dx = torch.empty_like(x) if whole else torch.zeros_like(x)
         return dx.index_copy_(0, step.grouping[kept.index], dinputs), dw1, dw2, None
 
 
@@ -226,7 +227,7 @@ def _kept_rows(delta: Tensor, norm: Tensor, step: _Step) -> Selection:
     if step.select is keep_all:  # the same on all ranks, so all use the same messages
         selection = keep_all(norm, step.expert)
     else:
-        scores = torch.linalg.vector_norm(delta, dim=1, dtype=torch.float64)[step.grouping] * norm
+        scores = torch.linalg.vector_norm(delta, dim=1)[step.grouping].double() * norm
         selection = step.select(scores, step.expert)
         if step.return_kept:
             step.dispatch.kept = torch.zeros(len(norm), dtype=torch.bool)
@@ -252,8 +253,6 @@ class _Step:
     dispatch: _Move
     keep_hidden: bool
     return_kept: bool
-    sign: Tensor | None
-    """Contrast of each row, float64 [P], or None; see `MoELayer.contrast_ranks`."""
 
 
 @dataclass
@@ -271,8 +270,6 @@ class LayerLoad:
     """From the start of the layer to its end, waiting for other ranks included."""
     selection_s: float = 0.0
     """The part of the backward that scores and selects."""
-    contrast: Tensor | None = None
-    """[s, f, d]: gradient of w2 with each pair times its token's contrast; see `MoELayer.contrast_ranks`."""
 
 
 class MoELayer(nn.Module):
@@ -282,9 +279,8 @@ class MoELayer(nn.Module):
     take part in the backward. keep_hidden=False recomputes the hidden activations in the backward and holds less memory.
     The weights of a slot are those of logical expert `slots[rank, slot]`; `collectives.expert_state` keeps them so.
     channels: codecs of dispatch and combine, see `channels_for`; None sends rows as they are.
-    contrast_ranks: set to one factor per token rank (sum 0) before a step to get `load.contrast`, from which follows how
-    much the gradient differs between mini-batches; None spares the product. return_kept_rows: send back gradients of kept
-    rows only, after one byte a row that says which; within a node the further round costs more than the bytes.
+    return_kept_rows: send back gradients of kept rows only, after one byte a row that says which; within a node the further
+    round costs more than the bytes.
     """
 
     def __init__(
@@ -304,7 +300,6 @@ class MoELayer(nn.Module):
     ):
         super().__init__()
         self.channels: tuple[Channel | None, Channel | None] = channels or (None, None)
-        self.contrast_ranks: Sequence[float] | None = None
         self.return_kept_rows = True
         self.num_experts, self.transport, self.plan, self.select = num_experts, transport, plan, select
         self.keep_hidden = keep_hidden
@@ -341,7 +336,6 @@ class MoELayer(nn.Module):
     def _group(self, received: np.ndarray, slots: np.ndarray, dispatch: _Move) -> _Step:
         """received: int64 [N, E], rows that arrived from each rank for each expert, in that order."""
         expert = np.repeat(np.tile(np.arange(self.num_experts), len(received)), received.reshape(-1))
-        source = np.repeat(np.arange(len(received)), received.sum(1))
         grouping = np.argsort(expert, kind="stable")
         row_of_arrival = np.empty_like(grouping)
         row_of_arrival[grouping] = np.arange(len(grouping))
@@ -360,9 +354,6 @@ class MoELayer(nn.Module):
             dispatch=dispatch,
             keep_hidden=self.keep_hidden,
             return_kept=self.return_kept_rows,
-            sign=None
-            if self.contrast_ranks is None
-            else torch.from_numpy(np.asarray(self.contrast_ranks, np.float64)[source[grouping]]),
         )
 
     def _check(self, routes: Routes, counts: np.ndarray) -> None:

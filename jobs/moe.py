@@ -21,10 +21,11 @@ from collectives.errors import ConfigError
 from collectives.policy import SyncPolicy
 from jobs.job import Run, run_job
 from jobs.moe_config import MoeConfig
-from jobs.moe_rank import ExpertTimes, MoePlan, MoeVariant, train_moe
+from jobs.moe_rank import MoePlan, MoeVariant, train_moe
 from jobs.moe_report import Curve, figures, imbalance, plot_balance, plot_load, plot_time_to_loss, retained
 from jobs.record import recorded
 from jobs.train_cluster import TrainCluster, shapes_links, train_behind_links, train_cluster, warn_of_temporary_folder
+from placement.quotas import PairTimes
 from zenray.recorder import RunRecord
 
 SUBJECT = "lrmoe"
@@ -164,7 +165,7 @@ def conclude(
     """Figures, pictures, and the closing tables."""
     names = [variant.name for variant in plan.variants]
     reference = next(name for name in names if is_reference(name))
-    times, seed = ExpertTimes(**facts["times"]), plan.seeds[0]
+    times, seed = PairTimes(**facts["times"]), plan.seeds[0]
     link = config.link if cluster.links and config.link else config.modelled_link
     policies = {name: figures(curves, name, plan.seeds, reference, times, link) for name in names}
     plot_time_to_loss(curves, names, seed, times, link, run.out / "time_to_loss.png")
@@ -215,7 +216,7 @@ def compare(policies: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def show(policies: dict[str, Any], below: dict[str, Any], times: ExpertTimes, run: Run) -> None:
+def show(policies: dict[str, Any], below: dict[str, Any], times: PairTimes, run: Run) -> None:
     """The closing tables."""
     keys = ("moe_time_to_loss_s", "moe_wall_to_loss_s", "steps_to_loss", "final_eval_loss", "imbalance_mean")
     rows = [

@@ -22,6 +22,7 @@ from collectives.policy import SyncPolicy
 from collectives.transport import LocalGroup, Transport, all_gather_records
 from jobs.workloads.moe_lm import ExpertMlp, MoeLm, MoeLmConfig
 from placement.experts import num_moves
+from placement.quotas import PairTimes
 from placement.split import Ranks, SlotMap
 from zenray.engine import Workload, check_equal_facts, interface_tx_bytes, probe_all_reduce
 from zenray.moe import ExpertBalancer, PlanSource, Sampler
@@ -88,6 +89,7 @@ class MoeTrainer:
         channels: tuple[Channel, Channel] | None = None,
         source: PlanSource | None = None,
         nodes: tuple[int, ...] | None = None,
+        times: PairTimes = PairTimes(),  # noqa: B008  (frozen)
     ):
         self.variant, self.workload, self.plan, self.transport = variant, workload, plan, transport
         config = workload.config
@@ -113,6 +115,7 @@ class MoeTrainer:
             transport,
             policy=variant.policy,
             rho=variant.rho,
+            times=times,
             num_steps=plan.steps,
             sampler=variant.sampler,
             seed=workload.seed,
@@ -166,8 +169,7 @@ class MoeTrainer:
             "kept": load.kept.tolist(),
             "counts": load.counts.tolist(),
             "dropped": load.dropped,
-            "sampling_variance": load.sampling_variance,
-            "batch_variance": load.batch_variance,
+            "extra_steps": balancer.retention.extra_steps,
             "peak_bytes": load.peak_bytes,
             "moves": sum(
                 num_moves(new, old, balancer.num_experts)
@@ -225,15 +227,6 @@ def _no_plan(counts: object) -> Routes:
     raise AssertionError("the balancer sets the plan of every layer")
 
 
-@dataclass(frozen=True)
-class ExpertTimes:
-    """Seconds of one pair on one core. selection_s: what a sampled backward costs for every pair, kept or not."""
-
-    forward_s: float
-    backward_s: float
-    selection_s: float
-
-
 def time_layer(
     width: int,
     hidden: int,
@@ -264,12 +257,12 @@ def time_layer(
     return min(forward), min(backward)
 
 
-def measure_times(width: int, hidden: int, experts: int, top_k: int, tokens: int) -> ExpertTimes:
+def measure_times(width: int, hidden: int, experts: int, top_k: int, tokens: int) -> PairTimes:
     """tau of this machine for a rank with `tokens` tokens: full backward per pair, and what sampling adds to it."""
     pairs = tokens * top_k
     forward_s, full_s = time_layer(width, hidden, experts, top_k, tokens, 1.0)
     extra = [time_layer(width, hidden, experts, top_k, tokens, rho)[1] - full_s * rho for rho in (0.35, 0.5, 0.75)]
-    return ExpertTimes(forward_s / pairs, full_s / pairs, max(0.0, sum(extra) / len(extra)) / pairs)
+    return PairTimes(forward_s / pairs, full_s / pairs, max(0.0, sum(extra) / len(extra)) / pairs)
 
 
 def train_moe(plan: MoePlan, config: MoeLmConfig, context: WorkerContext) -> dict[str, Any]:
@@ -283,11 +276,15 @@ def train_moe(plan: MoePlan, config: MoeLmConfig, context: WorkerContext) -> dic
     nodes = all_gather_records(transport, "metadata", [context.node_rank])[:, 0].tolist()
     facts = {"kind": "facts", "probe": probe_all_reduce(), "nodes": nodes}
     tokens = max(1, plan.batch * config.context // transport.size)
-    if transport.rank == 0:  # alone: the others wait at the barrier
+    picoseconds = [0, 0, 0]
+    if transport.rank == 0:  # alone: the others wait for its figures
         with one_core():
-            times = measure_times(config.width, config.hidden, min(plan.slots, config.experts), config.top_k, tokens)
+            found = measure_times(config.width, config.hidden, min(plan.slots, config.experts), config.top_k, tokens)
+        picoseconds = [round(seconds * 1e12) for seconds in (found.forward_s, found.backward_s, found.selection_s)]
+    measured = all_gather_records(transport, "metadata", picoseconds)[0]
+    times = PairTimes(*(float(value) / 1e12 for value in measured))
+    if transport.rank == 0:
         context.report(facts | {"times": asdict(times)})
-    all_gather_records(transport, "metadata", [0])
     before, wire = transport.traffic.sent_bytes(), interface_tx_bytes()
     for seed in plan.seeds:
         workload = MoeLm(config, plan.batch, seed, plan.steps)
@@ -300,6 +297,7 @@ def train_moe(plan: MoePlan, config: MoeLmConfig, context: WorkerContext) -> dic
                 channels=channels,
                 source=source_of(v, seed, plan, context),
                 nodes=tuple(nodes),
+                times=times,
             )
             for v in plan.variants
         ]

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from jobs.moe_rank import ExpertTimes
+from placement.quotas import PairTimes
 
 TARGETS = {"": 0.60, "_50": 0.50, "_75": 0.75}
 """Suffix of a key: share of the full run's steps whose loss is the target."""
@@ -44,7 +44,7 @@ class Curve:
                 self.steps.setdefault(key, []).extend(values)
             self.evaluations |= {int(step): loss for step, loss in report["evaluations"].items()}
 
-    def modelled_s(self, times: ExpertTimes, link_bits_per_s: float) -> np.ndarray:
+    def modelled_s(self, times: PairTimes, link_bits_per_s: float) -> np.ndarray:
         """By step: sum over layers of tau_f max x + tau_b max K + selection, and the bytes over the link."""
         seconds = []
         for step, (pairs, kept) in enumerate(zip(self.steps["pairs"], self.steps["kept"], strict=True)):
@@ -91,7 +91,7 @@ Curves = Mapping[tuple[str, int], Curve]
 
 
 def figures(
-    curves: Curves, policy: str, seeds: Sequence[int], reference: str, times: ExpertTimes, link: float
+    curves: Curves, policy: str, seeds: Sequence[int], reference: str, times: PairTimes, link: float
 ) -> dict[str, Any]:
     """The figures of one policy: medians over the seeds; a target that one seed misses is not reached."""
     own = [curves[policy, seed] for seed in seeds]
@@ -152,7 +152,7 @@ def _panels(count: int) -> tuple[Figure, list[Axes]]:
 
 
 def plot_time_to_loss(
-    curves: Curves, policies: Sequence[str], seed: int, times: ExpertTimes, link: float, path: Path
+    curves: Curves, policies: Sequence[str], seed: int, times: PairTimes, link: float, path: Path
 ) -> None:
     """Held-out loss against the time in the expert layers, modelled and measured, of one seed."""
     figure, axes = _panels(2)

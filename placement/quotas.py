@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from collectives.errors import ConfigError
@@ -23,9 +24,11 @@ from placement.split import Int
 Float = NDArray[np.float64]
 SCORE_FLOOR = 1e-3
 """Smallest score of a pair, as a share of its expert's mean: bounds the weights at 1000 times the typical one."""
-_ONE = 1 << 40
-MAX_STRIDES = 4
-"""By how many factors the share may shrink at once: one for every halving that the variance is below its limit."""
+_ONE_BITS = 40
+_ONE = 1 << _ONE_BITS
+"""Probability 1 in fixed point."""
+SHARES = tuple(percent / 100 for percent in range(30, 101, 5))
+"""Shares of the pairs in the backward among which `Retention` chooses, rising to 1."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,6 @@ class Kept:
     """int64 [K], ascending."""
     weight: Float
     """float64 [K] = 1/pi: what the gradient of a kept pair is multiplied with."""
-    variance: float
-    """Unbiased estimate of the squared error that sampling adds, in units of score squared."""
     num_nonfinite: int
     """Scores that were NaN or infinite; those pairs count as the largest of the rank."""
 
@@ -47,18 +48,35 @@ def floor_scores(scores: Float, expert: Int, num_experts: int) -> tuple[Float, i
 
     A zero score gets SCORE_FLOOR of its expert's mean, so every probability is positive; all zero means uniform.
     """
-    scores = np.asarray(scores, np.float64)
-    bad = ~np.isfinite(scores)
-    if bad.any():
-        good = scores[~bad]
-        scores = np.where(bad, good.max() if len(good) and good.max() > 0 else 1.0, scores)
-    if not scores.any():
-        return np.ones_like(scores), int(bad.sum())
-    total = np.bincount(expert, weights=scores, minlength=num_experts)
-    count = np.bincount(expert, minlength=num_experts)
-    mean = total / np.maximum(count, 1)
-    mean[mean == 0] = scores.mean()
-    return np.maximum(scores, SCORE_FLOOR * mean[expert]), int(bad.sum())
+    floored, num_nonfinite = _floor_scores(np.asarray(scores, np.float64), expert, num_experts)
+    return floored, int(num_nonfinite)
+
+
+@njit(nogil=True, cache=True)
+def _floor_scores(scores, expert, num_experts):  # type: ignore[no-untyped-def]
+    largest, num_nonfinite, whole = 0.0, 0, 0.0
+    for i in range(len(scores)):
+        if not np.isfinite(scores[i]):
+            num_nonfinite += 1
+        elif scores[i] > largest:
+            largest = scores[i]
+    floored = np.empty(len(scores))
+    total = np.zeros(num_experts)
+    count = np.zeros(num_experts, np.int64)
+    for i in range(len(scores)):
+        value = scores[i] if np.isfinite(scores[i]) else (largest if largest > 0 else 1.0)
+        floored[i] = value
+        total[expert[i]] += value
+        count[expert[i]] += 1
+        whole += value
+    if whole == 0:
+        floored[:] = 1.0
+        return floored, num_nonfinite
+    for i in range(len(scores)):
+        e = expert[i]
+        mean = total[e] / count[e] if total[e] > 0 else whole / len(scores)
+        floored[i] = max(floored[i], SCORE_FLOOR * mean)
+    return floored, num_nonfinite
 
 
 def inclusion(scores: Float, quota: int) -> Float:
@@ -67,12 +85,25 @@ def inclusion(scores: Float, quota: int) -> Float:
         return np.ones(len(scores))
     if quota <= 0:
         return np.zeros(len(scores))
-    falling = np.sort(scores)[::-1]
-    tail = np.cumsum(falling[::-1])[::-1]
-    certain = np.arange(len(scores))
-    first = int(np.argmax((quota - certain) * falling <= tail))  # pairs before it are kept for certain
-    pi: Float = np.minimum(1.0, (quota - first) / tail[first] * scores)
-    return pi
+    return np.asarray(_inclusion(np.asarray(scores, np.float64), quota))
+
+
+@njit(nogil=True, cache=True)
+def _inclusion(scores, quota):  # type: ignore[no-untyped-def]
+    """Without sorting: pairs above `limit` are certain, which lowers the limit for the others, until none joins them."""
+    num_certain, tail = 0, scores.sum()
+    while True:
+        limit = tail / (quota - num_certain)
+        count, rest = 0, 0.0
+        for score in scores:
+            if score > limit:
+                count += 1
+            else:
+                rest += score
+        if count <= num_certain or count >= quota:
+            break
+        num_certain, tail = count, rest
+    return np.minimum(1.0, scores / limit)
 
 
 def systematic(pi: Float, order: Int, start: float) -> NDArray[np.bool_]:
@@ -81,16 +112,29 @@ def systematic(pi: Float, order: Int, start: float) -> NDArray[np.bool_]:
     Along any run of `order` the number drawn is the floor or the ceiling of the run's sum of pi. Computed in fixed point:
     floating sums that miss an integer by one bit would lose or double a pair.
     """
-    quota = round(float(pi.sum()))
-    units = np.minimum(np.rint(pi * _ONE), _ONE).astype(np.int64)
-    missing = quota * _ONE - int(units.sum())
-    fractional = (units > 0) & (units < _ONE)
-    room = np.where(fractional, _ONE - units if missing > 0 else units, 0)
-    before = np.cumsum(room) - room
-    units += np.sign(missing) * np.clip(abs(missing) - before, 0, room)
-    ticks = (np.concatenate(([0], np.cumsum(units[order]))) - round(start * _ONE)) // _ONE
-    keep = np.zeros(len(pi), bool)
-    keep[order] = np.diff(ticks) > 0
+    return np.asarray(_systematic(pi, order, round(start * _ONE), round(float(pi.sum()))))
+
+
+@njit(nogil=True, cache=True)
+def _systematic(pi, order, start, quota):  # type: ignore[no-untyped-def]
+    units = np.empty(len(pi), np.int64)
+    missing = quota * _ONE
+    for i, probability in enumerate(pi):
+        units[i] = np.int64(np.rint(probability * _ONE))
+        missing -= units[i]
+    for i in range(len(pi)):  # what rounding left over goes to the first pairs that are neither certain nor excluded
+        if missing == 0:
+            break
+        if 0 < units[i] < _ONE:
+            change = min(missing, _ONE - units[i]) if missing > 0 else max(missing, -units[i])
+            units[i] += change
+            missing -= change
+    keep = np.zeros(len(pi), np.bool_)
+    position = -start
+    for i in order:
+        before = position >> _ONE_BITS
+        position += units[i]
+        keep[i] = position >> _ONE_BITS > before
     return keep
 
 
@@ -103,12 +147,28 @@ def select(scores: Float, expert: Int, num_experts: int, quota: int, key: Sequen
     scores, num_nonfinite = floor_scores(scores, expert, num_experts)
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(list(key))))
     pi = inclusion(scores, min(quota, len(scores)))
-    shuffled = rng.permutation(len(scores))
-    order = shuffled[np.argsort(expert[shuffled], kind="stable")]
+    order = _shuffled_by_expert(expert, num_experts, rng.random(len(scores)))
     index = np.flatnonzero(systematic(pi, order, float(rng.random())))
-    kept = pi[index]
-    variance = float((scores[index] ** 2 * (1 - kept) / kept**2).sum())
-    return Kept(index, 1 / kept, variance, num_nonfinite)
+    return Kept(index, 1 / pi[index], num_nonfinite)
+
+
+@njit(nogil=True, cache=True)
+def _shuffled_by_expert(expert, num_experts, uniform):  # type: ignore[no-untyped-def]
+    """Order of the pairs: by expert, at random within one (Fisher and Yates, from `uniform` [n] in [0, 1))."""
+    following = np.zeros(num_experts + 1, np.int64)
+    for e in expert:
+        following[e + 1] += 1
+    following = np.cumsum(following)
+    first = following.copy()
+    order = np.empty(len(expert), np.int64)
+    for i in range(len(expert)):
+        e = expert[i]
+        place = following[e]
+        following[e] += 1
+        other = min(place, first[e] + np.int64(uniform[i] * (place - first[e] + 1)))
+        order[place] = order[other]
+        order[other] = i
+    return order
 
 
 def thin(kept: Kept, limit: int, key: Sequence[int]) -> Kept:
@@ -123,7 +183,7 @@ def thin(kept: Kept, limit: int, key: Sequence[int]) -> Kept:
 def top_q(scores: Float, quota: int) -> Kept:
     """The negative control: the `quota` largest scores, weight 1. Biased on purpose."""
     index = np.sort(np.argsort(-np.asarray(scores), kind="stable")[:quota])
-    return Kept(index, np.ones(len(index)), 0.0, 0)
+    return Kept(index, np.ones(len(index)), 0)
 
 
 def sampling_variance(scores: Float, quota: int) -> float:
@@ -154,7 +214,7 @@ class PairMemory:
     retained_bytes: int
     """Extra for every pair that takes part in the backward."""
     chunk_bytes: int = 0
-    """Alive inside one product, before the input gradients: the hidden rows of one chunk and their gradient."""
+    """Alive inside one product, before the input gradients: a chunk's hidden rows and the gradients of both sides."""
 
     @classmethod
     def of(
@@ -162,16 +222,15 @@ class PairMemory:
     ) -> PairMemory:
         """Counts for an expert of `hidden` x `width` as `collectives.moe` computes it, `chunk_pairs` at once.
 
-        Held: x, p (unless recomputed), the norm. Of retained pairs: gathers of x, delta and p, and the input gradient.
+        Held: x, p (unless recomputed), the norm. Of retained pairs: gathers of x and delta, and the input gradient.
         """
-        kept_hidden = hidden if keep_hidden else 0
         return cls(
             free_bytes=free_bytes,
             instance_bytes=4 * width * hidden * itemsize,
-            forward_bytes=(width + kept_hidden) * itemsize + 4,
+            forward_bytes=(width + hidden * keep_hidden) * itemsize + 4,
             gradient_bytes=width * itemsize,
-            retained_bytes=(3 * width + kept_hidden) * itemsize,
-            chunk_bytes=(2 if keep_hidden else 3) * hidden * itemsize * chunk_pairs,
+            retained_bytes=3 * width * itemsize,
+            chunk_bytes=3 * hidden * itemsize * chunk_pairs,
         )
 
     def peak_bytes(self, num_hosted: int, num_pairs: int, num_kept: int) -> int:
@@ -240,44 +299,72 @@ def common_target(
 
 
 @dataclass(frozen=True)
-class Retention:
-    """The controlled share of pairs that take part in the backward: state in, state out, once per step.
+class PairTimes:
+    """Seconds of one pair on one core. selection_s: what a sampled backward costs for every pair, kept or not.
 
-    Keeps the variance that sampling adds within `kappa` of the variance that mini-batches have anyway (VCAS,
-    arXiv 2402.17227, uses the same criterion with 0.1). That ratio is also about the share of steps that it costs, and
-    falls with rho like 1/rho - 1; the time (forward + rho backward) (1 + ratio) is then least near a ratio of a quarter
-    where the backward takes twice the forward.
+    As weights of a choice only their ratios matter; the defaults count products: two in the backward for one forward.
+    """
+
+    forward_s: float = 1.0
+    backward_s: float = 2.0
+    selection_s: float = 0.1
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The share of pairs that takes part in the backward, chosen for the least time to a loss: state in, state out.
+
+    A step's gradient has mean g and error V from its mini-batch; the steps to a loss are as 1 + V / |g|^2 (McCandlish et
+    al., arXiv 1812.06162). Sampling adds V_s, so the steps grow by V_s / (|g|^2 + V), and |g|^2 + V is the expected square
+    of the full gradient of a mini-batch. Time to loss is (forward + selection + share * backward) (1 + that): its smallest
+    value among SHARES is taken, 1 without selection included.
     """
 
     num_steps: int
     """Steps of the whole run; the first 2 % keep everything."""
     rho: float = 1.0
     step: int = 0
-    kappa: float = 0.25
     every: int = 20
-    shrink: float = 0.98
-    grow: float = 0.95
-    lowest: float = 0.3
+    """Steps from one choice to the next."""
+    variance: tuple[float, ...] = ()
+    """V_s at each of SHARES, smoothed over choices."""
+    squared_norm: float = 0.0
+    """Of the mini-batch's full gradient, smoothed alike."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.lowest <= self.rho <= 1 or self.kappa <= 0 or self.every < 1:
-            raise ConfigError(f"retention needs 0 < lowest <= rho <= 1, kappa > 0 and every >= 1: {self}")
+        if not 0 < self.rho <= 1 or self.every < 1:
+            raise ConfigError(f"retention needs 0 < rho <= 1 and every >= 1: {self}")
 
     @classmethod
     def for_run(cls, num_steps: int) -> Retention:
-        """Short runs must move faster, or the share never leaves 1."""
-        return cls(num_steps, every=5, shrink=0.95) if num_steps < 1000 else cls(num_steps)
+        """Short runs must choose more often."""
+        return cls(num_steps, every=5 if num_steps < 1000 else 20)
 
-    def update(self, sampling: float, batch: float, *, spike: bool = False) -> Retention:
-        """sampling, batch: this step's variances in the same units. spike: the gradient norm jumped or was not finite."""
+    @property
+    def is_due(self) -> bool:
+        """Whether this step's `update` wants measurements."""
+        return (self.step + 1) % self.every == 0 and self.step + 1 > 0.02 * self.num_steps
+
+    @property
+    def extra_steps(self) -> float:
+        """The further steps that sampling costs at the present share, over those of the full backward, as estimated."""
+        return float(np.interp(self.rho, SHARES, self.variance)) / self.squared_norm if self.variance else 0.0
+
+    def update(
+        self, times: PairTimes, variance: Float | None = None, squared_norm: float = 0.0, *, spike: bool = False
+    ) -> Retention:
+        """Once per step. variance: V_s at each of SHARES, and the square of the full gradient in the same units, both of the
+        whole group; None between choices. spike: the gradient norm jumped or was not finite; everything is kept for now.
+        """
         following = replace(self, step=self.step + 1)
-        if spike or following.step <= 0.02 * self.num_steps:
+        if spike:
             return replace(following, rho=1.0)
-        if following.step % self.every or not np.isfinite(sampling) or not np.isfinite(batch):
+        if variance is None or not np.isfinite(variance).all() or not np.isfinite(squared_norm) or squared_norm <= 0:
             return following
-        if sampling <= self.kappa * batch:
-            # far below the limit one stride is too timid: a short run would be over before the share has settled
-            room = np.log2(self.kappa * batch / sampling) if sampling > 0 else np.inf
-            strides = int(np.clip(room, 1, MAX_STRIDES))
-            return replace(following, rho=max(self.lowest, self.rho * self.shrink**strides))
-        return replace(following, rho=min(1.0, self.rho / self.grow))
+        if self.variance:
+            variance = (np.array(self.variance) + variance) / 2
+            squared_norm = (self.squared_norm + squared_norm) / 2
+        share = np.array(SHARES)
+        seconds = times.forward_s + times.selection_s * (share < 1) + times.backward_s * share
+        best = int(np.argmin(seconds * (1 + variance / squared_norm)))
+        return replace(following, rho=SHARES[best], variance=tuple(variance.tolist()), squared_norm=squared_norm)

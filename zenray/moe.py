@@ -28,7 +28,18 @@ from collectives.moe import CHUNK_PAIRS, MoELayer, Routes, Selection, Selector, 
 from collectives.transport import Transport, all_gather_records
 from placement.expert_plans import ExpertPlan, PlanBook, make_plan
 from placement.experts import POLICIES
-from placement.quotas import PairMemory, Retention, budgets, select, top_q
+from placement.quotas import (
+    SHARES,
+    Float,
+    PairMemory,
+    PairTimes,
+    Retention,
+    budgets,
+    floor_scores,
+    sampling_variance,
+    select,
+    top_q,
+)
 from placement.split import Int, Ranks, SlotMap, exact_split, token_map
 
 PLAN = "expert_plan"
@@ -57,10 +68,10 @@ class StepLoad:
     counts: Int
     """int64 [layers, E]."""
     dropped: int = 0
-    sampling_variance: float = math.nan
-    """Squared error that sampling adds to the w2 gradients, estimated; NaN on steps without control."""
-    batch_variance: float = math.nan
-    """Squared error that they have anyway, mini-batches being finite; NaN on steps without control."""
+    variance: Float | None = None
+    """Squared error that sampling adds to the w2 gradients at each of SHARES, of the whole group; on steps of a choice."""
+    squared_norm: float = math.nan
+    """Square of the w2 gradients that the full backward would have had; on steps of a choice."""
     num_nonfinite: int = 0
     """Scores of this rank that were NaN or infinite."""
     peak_bytes: int = 0
@@ -75,8 +86,10 @@ class _Layer:
     state: ExpertState
     slots: SlotMap
     memory: PairMemory
-    variance: float = 0.0
-    """Of this rank's last sampled backward."""
+    variance: Float
+    """What sampling adds on this rank at each of SHARES; counted on steps of a choice."""
+    quotas: Sequence[int] = ()
+    """Pairs that this rank would keep of the micro-batch at each of SHARES; counted on steps of a choice."""
     counted: bool = False
     """Whether this micro-batch is in the step's load: a forward that is recomputed must not count twice."""
 
@@ -85,10 +98,11 @@ class ExpertBalancer:
     """See the module. All ranks make it together, with equal arguments.
 
     layers: in the model's order, all with the same number of experts and slots. policy: a name of POLICIES. rho: share of
-    pairs in the backward; "auto" finds it so that sampling adds at most a quarter of the variance that mini-batches have.
-    num_steps: of the run, for the pace of "auto". ranks: None means equal ones, one a node. free_bytes: memory that the
-    experts may use on each rank; limits the pairs in the backward and raises PlacementError where the forward exceeds it.
-    source: where plans come from; None plans here, from the counts of the last step.
+    pairs in the backward; "auto" finds the one with the least expected time to a loss, see `Retention`. times: what a pair
+    costs, for that choice; equal on all ranks. num_steps: of the run, for the pace of "auto". ranks: None means equal ones,
+    one a node. free_bytes: memory that the experts may use on each rank; limits the pairs in the backward and raises
+    PlacementError where the forward exceeds it. source: where plans come from; None plans here, from the counts of the
+    last step.
     """
 
     def __init__(
@@ -98,6 +112,7 @@ class ExpertBalancer:
         *,
         policy: str = "robust",
         rho: float | Literal["auto"] = "auto",
+        times: PairTimes = PairTimes(),  # noqa: B008  (frozen)
         num_steps: int = 1000,
         sampler: Sampler = "scored",
         seed: int = 0,
@@ -124,11 +139,11 @@ class ExpertBalancer:
         )
         self.ranks = ranks or Ranks.equal(transport.size, num_slots)
         self.num_experts = layers[0].num_experts
-        self.controlled = rho == "auto"
-        self.retention = Retention.for_run(num_steps) if rho == "auto" else Retention(num_steps, rho=rho, lowest=rho)
+        self.controlled, self.times = rho == "auto", times
+        self.retention = Retention.for_run(num_steps) if rho == "auto" else Retention(num_steps, rho=rho)
         self.free_bytes = free_bytes
         self.step_index = self.micro_batch = 0
-        self.evaluating = False
+        self.evaluating = self.choosing = False
         even = np.ones((1, len(layers), self.num_experts), np.int64)
         first = make_plan(self.rule, even, self.ranks, None, 0, 0)
         self.book = PlanBook(first)
@@ -139,7 +154,7 @@ class ExpertBalancer:
         self.layers: list[_Layer] = []
         for index, layer in enumerate(layers):
             state = ExpertState([layer.w1, layer.w2], self.num_experts, transport, lr=lr, weight_decay=weight_decay)
-            self.layers.append(_Layer(layer, state, first.slots[index], memory))
+            self.layers.append(_Layer(layer, state, first.slots[index], memory, np.zeros(len(SHARES))))
             layer.plan = self._planner(index)
             layer.return_kept_rows = len(set(self.ranks.nodes)) > 1
             self._initialise(index)
@@ -155,16 +170,13 @@ class ExpertBalancer:
             )
         self.step_index, self.micro_batch = step, micro_batch
         for item in self.layers:
-            item.variance, item.counted = 0.0, False
+            item.counted = False
         if micro_batch == 0:
             self.load = self._new_load(len(self.layers))
-            size = self.transport.size
-            due = self.controlled and (self.retention.step + 1) % self.retention.every == 0 and size > 1
-            # one half of the ranks against the other, with sum 0 also for an odd number of ranks
-            factors = [0.0 if size % 2 and rank == size - 1 else (-1.0) ** rank for rank in range(size)]
-            full = self.retention.rho >= 1 and self.free_bytes is None
+            self.choosing = self.controlled and self.retention.is_due
+            full = self.retention.rho >= 1 and self.free_bytes is None and not self.choosing
             for index, item in enumerate(self.layers):
-                item.layer.contrast_ranks = factors if due else None
+                item.variance = np.zeros(len(SHARES))
                 item.layer.select = keep_all if full else self._selector(index)
 
     def reduce_gradients(self, scale: float = 1.0) -> float:
@@ -172,9 +184,10 @@ class ExpertBalancer:
 
         Equal on all ranks, each expert counted once.
         """
-        self._measure_variances()
         for item in self.layers:
             item.state.reduce_gradients(item.slots, scale)
+        if self.choosing:
+            self._measure(scale)
         return sum(item.state.squared_norm() for item in self.layers)
 
     def step(self, *, lr: float | None = None, clip: float = 1.0, spike: bool = False) -> None:
@@ -186,7 +199,7 @@ class ExpertBalancer:
             item.state.lr = item.state.lr if lr is None else lr
             item.state.step(clip)
         if self.controlled:
-            self.retention = self.retention.update(self.load.sampling_variance, self.load.batch_variance, spike=spike)
+            self.retention = self.retention.update(self.times, self.load.variance, self.load.squared_norm, spike=spike)
         self._choose_hosts()
         for index, item in enumerate(self.layers):
             item.slots = self.book.current.slots[index]
@@ -252,17 +265,14 @@ class ExpertBalancer:
         """Budgets of this micro-batch, and what it adds to the step's load."""
         item, x = self.layers[index], pairs.sum(1)
         hosted = (item.slots >= 0).sum(1)
-        kept = x
-        if self.retention.rho < 1:
-            speed = 1 / np.asarray(self.ranks.seconds_per_pair)
-            kept = np.minimum(
-                x, np.maximum(1, np.floor(self.retention.rho * x.sum() * speed / speed.sum())).astype(np.int64)
-            )
+        kept = self._retained(x, self.retention.rho)
         if self.free_bytes is not None:
             memory = replace(item.memory, free_bytes=self.free_bytes // len(self.layers))
             unlimited = np.ones(len(x))
             kept = np.minimum(kept, budgets(x, hosted, unlimited, float(x.max(initial=0)), [memory] * len(x)))
         self.budget[index] = kept
+        if self.choosing:
+            item.quotas = [int(self._retained(x, share)[self.transport.rank]) for share in SHARES]
         if item.counted:
             return
         item.counted = True
@@ -271,6 +281,14 @@ class ExpertBalancer:
         self.load.pairs[index] += x
         self.load.kept[index] += kept
         self.load.peak_bytes = max(self.load.peak_bytes, self._peak_bytes(hosted))
+
+    def _retained(self, x: Int, rho: float) -> Int:
+        """Pairs that each rank keeps: rho of all, shared out by speed. x: int64 [N], the pairs it computes."""
+        if rho >= 1:
+            return x
+        speed = 1 / np.asarray(self.ranks.seconds_per_pair)
+        quota = np.floor(rho * x.sum() * speed / speed.sum()).astype(np.int64)
+        return np.asarray(np.minimum(x, np.maximum(1, quota)))
 
     def _peak_bytes(self, hosted: Int) -> int:
         """Of the fullest rank: forward activations of all layers, the backward of one."""
@@ -281,7 +299,10 @@ class ExpertBalancer:
 
     def _selector(self, index: int) -> Selector:
         def select_pairs(scores: Tensor, expert: Tensor) -> Selection:
-            quota = int(self.budget[index][self.transport.rank])
+            quota, item = int(self.budget[index][self.transport.rank]), self.layers[index]
+            if self.choosing and len(scores):
+                floored, _ = floor_scores(scores.numpy(), expert.numpy(), self.num_experts)
+                item.variance += [sampling_variance(floored, share) for share in item.quotas]
             if quota >= len(scores):
                 return keep_all(scores, expert)
             key = (self.seed, self.step_index, self.micro_batch, index, self.transport.rank)
@@ -291,26 +312,19 @@ class ExpertBalancer:
             else:
                 even = values if self.sampler == "scored" else np.ones_like(values)
                 kept = select(even, expert.numpy(), self.num_experts, quota, key)
-            self.layers[index].variance = kept.variance
             self.load.num_nonfinite += kept.num_nonfinite
             return Selection(torch.from_numpy(kept.index), torch.from_numpy(kept.weight))
 
         return select_pairs
 
-    def _measure_variances(self) -> None:
-        """On control steps, of the last micro-batch: what sampling adds, and what differs between the ranks' tokens."""
-        contrasts = [item.layer.load.contrast for item in self.layers]
-        if self.layers[0].layer.contrast_ranks is None or any(contrast is None for contrast in contrasts):
-            return
-        sampling = self.layers[0].state.total(sum(item.variance for item in self.layers))
-        size, seen = self.transport.size, 0.0
-        for item, contrast in zip(self.layers, contrasts, strict=True):
-            assert contrast is not None
-            summed = item.state.sum_instances(contrast.flatten(1), item.slots)
-            seen += item.state.total(summed.double().square().sum().item())
-        used = size - size % 2
-        self.load.sampling_variance = sampling
-        self.load.batch_variance = max(0.0, seen * size / used - sampling)
+    def _measure(self, scale: float) -> None:
+        """What the choice of a share needs, of the whole group, in units of unscaled gradients."""
+        layer, state = self.layers[0].layer, self.layers[0].state
+        variance = state.totals(np.sum([item.variance for item in self.layers], axis=0))
+        first = layer.w1[0].numel()  # scores are norms of w2's gradients, which follow w1's
+        seen = sum(item.state.squared_norm(first) for item in self.layers) / scale**2
+        self.load.variance = variance
+        self.load.squared_norm = seen - float(np.interp(self.retention.rho, SHARES, variance))
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ and, as a hint, the placement. `load_experts` reads the shards of all ranks that
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,7 @@ class ExpertsState:
             else:
                 item.state.load_state_dict(parts)
         saved = states[0]["retention"]
-        balancer.retention = Retention(**{field.name: saved[field.name] for field in fields(Retention)})
+        balancer.retention = Retention(**saved | {"variance": tuple(saved["variance"])})
         placement: dict[str, Any] = states[0]["placement"]
         slots = np.array(placement["slots"], np.int32)
         if slots.shape == balancer.book.current.slots.shape:

@@ -307,7 +307,6 @@ def test_the_experts_take_the_memory_that_is_planned(share: float, keep_hidden: 
         dispatch=move,
         keep_hidden=keep_hidden,
         return_kept=True,
-        sign=None,
     )
     arrived = torch.randn(pairs, width, requires_grad=True)
     gradient = torch.randn(pairs, width)

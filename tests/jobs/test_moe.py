@@ -16,9 +16,10 @@ from collectives.transport import LocalTransport, run_local
 from jobs.links import unavailable_reason
 from jobs.moe import SUBJECT, plan_of
 from jobs.moe_config import MoeConfig
-from jobs.moe_rank import ExpertTimes, MoePlan, MoeTrainer, MoeVariant, learning_rate
+from jobs.moe_rank import MoePlan, MoeTrainer, MoeVariant, learning_rate
 from jobs.moe_report import Curve, figures, spent_until
 from jobs.workloads.moe_lm import DOMAINS, MoeLm, MoeLmConfig, domains
+from placement.quotas import PairTimes
 from zenray.config import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +119,7 @@ def curve(losses: dict[int, float], seconds: float, pairs: int, kept: int) -> Cu
 def test_time_to_loss_by_hand() -> None:
     full = curve({0: 5.0, 5: 4.0, 10: 3.0}, 1.0, pairs=100, kept=100)
     fast = curve({0: 5.0, 5: 4.5, 10: 3.6}, 0.5, pairs=100, kept=50)
-    times = ExpertTimes(forward_s=0.01, backward_s=0.02, selection_s=0.001)
+    times = PairTimes(forward_s=0.01, backward_s=0.02, selection_s=0.001)
     assert full.modelled_s(times, 800.0) == pytest.approx([1 + 2 + 1] * 10)
     assert fast.modelled_s(times, 800.0) == pytest.approx([1 + 1 + 0.1 + 1] * 10)
     assert full.measured_s() == pytest.approx([2.0] * 10)

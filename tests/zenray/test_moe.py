@@ -18,7 +18,7 @@ from collectives.policy import SyncPolicy
 from collectives.transport import LocalTransport, run_local
 from placement.errors import PlacementError
 from placement.experts import POLICIES
-from placement.quotas import Retention
+from placement.quotas import SHARES, Retention
 from placement.split import Ranks
 from zenray.moe import ExpertBalancer
 from zenray.moe_state import ExpertsState, load_experts
@@ -183,43 +183,46 @@ def test_kept_rows_alone_return_between_nodes_and_the_result_is_the_same() -> No
         assert sent < all_sent
 
 
-def test_the_share_in_the_backward_follows_the_variance() -> None:
-    def body(transport: LocalTransport) -> tuple[list[float], float, float]:
+def test_the_share_in_the_backward_is_chosen_from_what_is_measured() -> None:
+    def body(transport: LocalTransport) -> list[Retention]:
         layer, balancer = make(transport, rho="auto", num_steps=100)
-        shares, ratios = [], []
-        for step in range(40):
+        states = []
+        for step in range(12):
             go_on(layer, balancer, 1, step)
-            shares.append(balancer.retention.rho)
-            if np.isfinite(balancer.load.batch_variance):
-                ratios.append(balancer.load.sampling_variance / balancer.load.batch_variance)
-        return shares, ratios[0], max(ratios)
+            states.append(balancer.retention)
+        return states
 
     results = run_local(2, body)
-    shares, first, largest = results[0]
-    assert all(other == results[0] for other in results)
-    assert first == 0.0
-    assert shares[1] == 1.0
-    assert 0.3 <= min(shares) < 1.0
-    assert largest > 0
+    states = results[0]
+    assert all(other == states for other in results)
+    assert [state.rho for state in states[:4]] == [1.0] * 4
+    assert all(np.diff(states[4].variance) < 0)
+    assert states[4].variance[-1] == 0
+    assert states[4].rho < 1
+    assert states[9].variance != states[4].variance
 
 
-def test_the_variance_of_batches_is_what_differs_between_them() -> None:
-    """Ranks that all see the same tokens differ by nothing; ranks with their own tokens do."""
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_measured_square_is_that_of_the_full_gradient(size: int) -> None:
+    """At any share, within what sampling adds; exactly where nothing is sampled. In micro-batches as in one."""
 
-    def body(transport: LocalTransport, same: bool) -> float:
-        layer, balancer = make(transport, rho="auto", num_steps=1000)
-        for step in range(balancer.retention.every):
-            x = batch(step, 0 if same else transport.rank, transport.size)
-            balancer.begin(step)
+    def body(transport: LocalTransport, rho: float) -> tuple[float, float]:
+        layer, balancer = make(transport, rho="auto", num_steps=100)
+        balancer.retention = replace(balancer.retention, rho=rho, step=4)
+        for number, x in enumerate(batch(0, transport.rank, transport.size).chunk(2)):
+            balancer.begin(0, number)
             layer(x)[0].square().sum().backward()
-            balancer.reduce_gradients()
-            seen = balancer.load.batch_variance
-            balancer.step()
-        return seen
+        balancer.reduce_gradients(0.5)
+        state = balancer.layers[0].state
+        exact = state.squared_norm(layer.w1[0].numel()) / 0.5**2
+        assert balancer.load.variance is not None
+        return balancer.load.squared_norm, exact - float(np.interp(rho, SHARES, balancer.load.variance))
 
-    same, own = (run_local(2, lambda t, s=s: body(t, s))[0] for s in (True, False))
-    assert same == pytest.approx(0.0, abs=1e-6)
-    assert own > 1e-3
+    for rho in (1.0, 0.5):
+        for found, expected in run_local(size, lambda t, rho=rho: body(t, rho)):
+            assert found == pytest.approx(expected)
+    whole = run_local(size, lambda t: body(t, 1.0))[0][0]
+    assert whole == pytest.approx(run_local(1, lambda t: body(t, 1.0))[0][0], rel=1e-3)
 
 
 def test_one_expert_takes_all_and_scores_that_are_not_numbers() -> None:
@@ -343,4 +346,3 @@ def test_wrong_settings_are_named() -> None:
 
     run_local(1, body)
     assert set(POLICIES) >= {"static", "symi_cap", "symi_dropless", "eplb", "window_fill", "robust", "llep"}
-    assert Retention(10, rho=0.5, lowest=0.5).rho == 0.5
