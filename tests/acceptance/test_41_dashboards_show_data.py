@@ -25,8 +25,8 @@ from zenray.alerts import ALERTS, prometheus_config
 ROOT = Path(__file__).resolve().parents[2]
 BOARDS = sorted((ROOT / "dashboards" / "grafana" / "boards").glob("*.json"))
 JOBS = Path(__file__).with_name("dashboard_jobs.py")
-START_S, JOBS_S, DATA_S = 60.0, 200.0, 30.0
-VARIABLES = {"$__rate_interval": "30s", "$__interval": "15s", "$__range": "5m", "$run": ".*"}
+START_S, JOBS_S, DATA_S = 60.0, 200.0, 90.0
+VARIABLES = {"$__rate_interval": "10m", "$__interval": "15s", "$__range": "5m", "$run": ".*"}
 
 pytestmark = [
     pytest.mark.timeout(400),

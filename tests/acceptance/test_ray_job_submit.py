@@ -58,7 +58,7 @@ def test_case_05_08_20_the_demo_as_a_ray_job_and_jobs_that_end_otherwise(
             stopped.kill()
         assert status_of_run("stopped") == "RUNNING", stopped.communicate()[0]
         subprocess.run([*RAY, "job", "stop", "--no-wait", "stopped"], env=head, check=True, timeout=60)
-        assert wait_until(lambda: status_of_run("stopped") == "KILLED", 20.0)
+        assert wait_until(lambda: status_of_run("stopped") == "KILLED", 90.0)
         outputs = {job: job.communicate(timeout=200)[0] for job in (demo, stopped, crashed, gone)}
     finally:
         for job in started:

@@ -172,7 +172,7 @@ def test_case_07_ctrl_c_ends_the_job_and_all_its_processes(jobs_head, code, wait
         pids = [int(pid) for pid in ready.split()[1:]]
         assert all(psutil.pid_exists(pid) for pid in pids)
         user.send_signal(signal.SIGINT)
-        assert user.wait(30) == 130
+        assert user.wait(120) == 130
         assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5 * PATIENCE)
     finally:
         if user.poll() is None:

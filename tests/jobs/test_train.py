@@ -334,3 +334,53 @@ def test_a_killed_worker_costs_neither_the_job_nor_a_bit(train, ray_head, tmp_pa
     assert parent.data.metrics["recovery/total_s"] > 0
     assert "recoveries.json" in {item.path for item in client.list_artifacts(parent.info.run_id)}
     assert {run.info.status for run in found.values()} == {"FINISHED"}
+
+
+ELASTIC = """
+import os, signal, sys, time
+from pathlib import Path
+import jobs.train
+from jobs.workloads.stdlib_lm import StdlibLm
+
+killed, grown = Path("killed").resolve(), Path("grown").resolve()
+
+class Elastic(StdlibLm):
+    def batch(self, step, rank):
+        if (step, rank) == (7, 1) and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if killed.exists():
+            if rank == 1:
+                grown.touch()
+            elif not grown.exists():
+                time.sleep(0.4)  # else the other rank would end before a replacement comes
+        return super().batch(step, rank)
+
+    def __reduce__(self):
+        return (Elastic, (self.config, self.batch_size, self.seed))
+
+jobs.train.workload_of = lambda config: Elastic(config.stdlib_lm, config.batch, config.seed)
+sys.exit(jobs.train.main())
+"""
+
+
+@pytest.mark.slow
+def test_an_elastic_job_goes_on_with_fewer_ranks_and_grows_back(ray_head, tmp_path):
+    """Without a standby the job goes on with one rank, takes the second back, and trains every step once."""
+    keys = [*SMALL, "ranks=2", "steps=60", "block_steps=4", "warmup_steps=2", "policy=column", "baseline=false"]
+    done = subprocess.run(
+        [sys.executable, "-c", ELASTIC, "--out", "out", *keys, "recovery.spares=0", "recovery.min_ranks=1"],
+        cwd=tmp_path, env={**os.environ, **ray_head, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on with 1 of 2 ranks: no replacement came" in done.stdout
+    assert "growing from 1 ranks: a replacement has come" in done.stdout
+    steps = pq.read_table(tmp_path / "out" / "steps.parquet").to_pylist()
+    assert sorted(row["step"] for row in steps) == list(range(60))
+    losses = [row["loss"] for row in sorted(steps, key=lambda row: row["step"])]
+    assert sum(losses[-10:]) < sum(losses[:10])
+    starts = [entry for entry in read_journal(tmp_path / "out" / "journal.jsonl") if "start" in entry]
+    assert [entry["num_ranks"] for entry in starts] == [2, 1, 2]
+    _, found = runs(tmp_path)
+    assert found["train stdlib_lm"].data.metrics["recoveries"] == 2
+    assert {run.info.status for run in found.values()} == {"FINISHED"}
