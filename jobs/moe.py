@@ -168,7 +168,7 @@ def conclude(
     times, seed = PairTimes(**facts["times"]), plan.seeds[0]
     link = config.link if cluster.links and config.link else config.modelled_link
     policies = {name: figures(curves, name, plan.seeds, reference, times, link) for name in names}
-    plot_time_to_loss(curves, names, seed, times, link, run.out / "time_to_loss.png")
+    plot_time_to_loss(curves, names, reference, seed, times, link, run.out / "time_to_loss.png")
     plot_load(curves, names, seed, run.out / "load.png")
     plot_balance(curves, names, seed, run.out / "balance.png")
     counts = np.asarray(curves[reference, seed].steps["counts"], np.int64)

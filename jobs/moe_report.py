@@ -17,6 +17,7 @@ from placement.quotas import PairTimes
 TARGETS = {"": 0.60, "_50": 0.50, "_75": 0.75}
 """Suffix of a key: share of the full run's steps whose loss is the target."""
 DPI = 130
+SMOOTHED_STEPS = 10
 
 
 class Curve:
@@ -141,9 +142,14 @@ def retained(curve: Curve) -> np.ndarray:
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def _panels(count: int) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(5.0 * count, 3.8), dpi=DPI, layout="constrained")
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def _panels(count: int) -> tuple[Figure, list[Axes]]:
+    figure = _figure(5.5 * count, 4.0)
     axes = [figure.add_subplot(1, count, index + 1) for index in range(count)]
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
@@ -152,35 +158,53 @@ def _panels(count: int) -> tuple[Figure, list[Axes]]:
 
 
 def plot_time_to_loss(
-    curves: Curves, policies: Sequence[str], seed: int, times: PairTimes, link: float, path: Path
+    curves: Curves, policies: Sequence[str], reference: str, seed: int, times: PairTimes, link: float, path: Path
 ) -> None:
-    """Held-out loss against the time in the expert layers, modelled and measured, of one seed."""
+    """Held-out loss against the time in the expert layers, modelled and measured, of one seed; a dot where the loss of the
+    reference at 60 % of its steps is reached."""
     figure, axes = _panels(2)
-    for policy in policies:
-        curve = curves[policy, seed]
-        at = sorted(curve.evaluations)
+    full = curves[reference, seed]
+    target = full.loss_after(TARGETS[""] * len(full.steps["loss"]))
+    for index, policy in enumerate(policies):
+        curve, color = curves[policy, seed], f"C{index}"
+        at, reached = sorted(curve.evaluations), curve.steps_to(target)
         for axis, seconds in zip(axes, (curve.modelled_s(times, link), curve.measured_s()), strict=True):
-            axis.plot([spent_until(seconds, x) for x in at], [curve.evaluations[x] for x in at], label=policy)
-    for axis, title in zip(axes, ("Modelled, one core a rank", "Measured, cores shared"), strict=True):
+            x, y = [spent_until(seconds, step) for step in at], [curve.evaluations[step] for step in at]
+            label = f"{policy}: never"
+            if reached is not None:
+                label = f"{policy}: {spent_until(seconds, reached):.2f} s"
+                axis.plot(spent_until(seconds, reached), target, "o", color=color, zorder=3)
+            axis.plot(x, y, color=color, label=label)
+    # the first steps fall so far that what is compared would be a stripe at the bottom
+    lowest = min(min(curves[policy, seed].evaluations.values()) for policy in policies)
+    for axis, title in zip(axes, ("Modelled: one core a rank", "Measured: ranks may share cores"), strict=True):
+        axis.axhline(target, color="0.4", linewidth=0.8, linestyle="--")
         axis.set(title=title, xlabel="seconds in expert layers", ylabel="held-out loss, nats per byte")
-    axes[0].legend(frameon=False, fontsize=8)
+        axis.set_ylim(lowest - 0.05, target + 0.8)
+        axis.legend(frameon=False, fontsize=9, title=f"time to {target:.3f} (dashed)", title_fontsize=9)
     figure.savefig(path)
 
 
 def plot_load(curves: Curves, policies: Sequence[str], seed: int, path: Path) -> None:
-    """How popular each expert of the first layer is over the steps, and what each rank computes under each policy."""
-    figure, axes = _panels(1 + len(policies))
+    """How popular each expert of the first layer is over the steps, and below it what each rank computes by policy."""
+    heights = [3.0, *[1.0] * len(policies)]
+    figure = _figure(9.0, sum(heights))
+    axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     counts = np.asarray(curves[policies[0], seed].steps["counts"], float)[:, 0]
-    axes[0].imshow((counts / counts.mean(1, keepdims=True)).T, aspect="auto", interpolation="nearest", vmin=0, vmax=4)
-    axes[0].set(title="Expert popularity over the mean", xlabel="step", ylabel="expert")
+    popularity = (counts / np.maximum(counts.mean(1, keepdims=True), 1)).T
+    image = axes[0].imshow(popularity, aspect="auto", interpolation="nearest", vmin=0, vmax=4)
+    axes[0].set(title=f"Pairs of each expert over the mean, first layer ({policies[0]})", ylabel="expert")
+    figure.colorbar(image, ax=axes[0], extend="max")
     for axis, policy in zip(axes[1:], policies, strict=True):
         load = np.asarray(curves[policy, seed].steps["pairs"], float)[:, 0]
         mean = np.asarray(curves[policy, seed].steps["counts"], float)[:, 0].sum(1, keepdims=True) / load.shape[1]
-        image = axis.imshow((load / mean).T, aspect="auto", interpolation="nearest", vmin=0, vmax=2, cmap="magma")
-        axis.set(title=f"{policy}: rank load", xlabel="step", ylabel="rank")
-    figure.colorbar(image, ax=axes[-1], label="load / mean")
-    for axis in axes:
-        axis.grid(False)
+        image = axis.imshow(
+            (load / np.maximum(mean, 1)).T, aspect="auto", interpolation="nearest", vmin=0.5, vmax=1.5, cmap="RdBu_r"
+        )
+        axis.set(ylabel="rank", yticks=range(load.shape[1]))
+        axis.set_title(f"{policy}: pairs of each rank over an equal share", fontsize=9)
+    axes[-1].set_xlabel("step")
+    figure.colorbar(image, ax=list(axes[1:]), extend="both")
     figure.savefig(path)
 
 
@@ -189,9 +213,20 @@ def plot_balance(curves: Curves, policies: Sequence[str], seed: int, path: Path)
     figure, (left, right) = _panels(2)
     for policy in policies:
         curve = curves[policy, seed]
-        left.plot(imbalance(curve.steps["pairs"]), label=policy, linewidth=1.2)
-        right.plot(retained(curve), label=policy, linewidth=1.2)
-    left.set(title="Hottest rank over the mean", xlabel="step", yscale="log")
-    right.set(title="Share of pairs in the backward", xlabel="step", ylim=(0, 1.05))
-    left.legend(frameon=False, fontsize=8)
+        hot, kept = imbalance(curve.steps["pairs"]), retained(curve)
+        left.plot(_smooth(hot), label=f"{policy}: {hot.mean():.2f}", linewidth=1.5)
+        right.plot(_smooth(kept), label=f"{policy}: {kept.mean():.2f}", linewidth=1.5)
+    left.set(title=f"Hottest rank over the mean, average of {SMOOTHED_STEPS} steps", xlabel="step")
+    left.set_ylim(bottom=0.98)
+    right.set(title="Share of routed pairs in the backward", xlabel="step", ylim=(0, 1.05))
+    for axis in (left, right):
+        axis.legend(frameon=False, fontsize=9, title="mean of the run", title_fontsize=9)
     figure.savefig(path)
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """The mean of each step and those before it, SMOOTHED_STEPS in all."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    last = np.arange(1, len(values) + 1)
+    first = np.maximum(0, last - SMOOTHED_STEPS)
+    return np.asarray((total[last] - total[first]) / (last - first))
