@@ -28,7 +28,7 @@ STAGES = {
 
 
 def plot_chaos(outcomes: Sequence[Outcome], limits: Mapping[Kind, float], path: Path) -> None:
-    """Left: every recovery as a dot, with the limits. Right: steps of each rank around the slowest plain kill."""
+    """Left: every recovery as a dot, with the limits. Right: steps of each rank around the plain kill of median time."""
     figure = Figure(figsize=(12.0, 4.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
