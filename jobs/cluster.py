@@ -30,7 +30,7 @@ import ray
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from collectives.errors import ZenrayError
-from zenray.head import check_address
+from zenray.head import check_cluster_address
 
 if TYPE_CHECKING:
     from jobs.links import ShapedBed
@@ -68,7 +68,7 @@ def connect(
     num_cpus: CPUs that a started cluster declares (None: those of the host). num_nodes: wait until so many are alive.
     """
     address = os.environ.get("RAY_ADDRESS", "")
-    check_address(address)
+    check_cluster_address(address)
     with _joined(address) if address else _started(num_cpus, dashboard) as cluster:
         wait_for_nodes(num_nodes, timeout_s=timeout_s)
         yield cluster

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 from ray.job_submission import JobSubmissionClient
@@ -17,6 +19,9 @@ from collectives.errors import ConfigError, ZenrayError
 from placement.inventory import Inventory, Node
 
 REQUEST_S = 10.0
+GCS_PORT = 6379
+"""Where `ray start --head` puts the cluster's own address unless told otherwise."""
+MAX_ERROR_CHARS = 300
 SERVER_VARIABLE = "RAY_API_SERVER_ADDRESS"
 
 
@@ -47,6 +52,18 @@ def check_address(address: str) -> None:
         )
 
 
+def check_cluster_address(address: str) -> None:
+    """Raises ConfigError for what `ray.init` cannot join: Ray Client, and the address of the jobs API."""
+    check_address(address)
+    if address.startswith(("http://", "https://")):
+        host = urlsplit(address).hostname or "HOST"
+        raise ConfigError(
+            f"{address} is the jobs API of a cluster; only whole programs are submitted to it (ray job submit, or zenray "
+            f"submit with an `entrypoint`). To join the cluster, set RAY_ADDRESS to its own address, HOST:PORT as "
+            f"`ray start --head` printed it, usually {host}:{GCS_PORT}"
+        )
+
+
 def connect_head(address: str | None) -> Any:
     """A JobSubmissionClient; None: the cluster of RAY_API_SERVER_ADDRESS or RAY_ADDRESS, else the one on this host.
 
@@ -59,16 +76,21 @@ def connect_head(address: str | None) -> Any:
         with _preferred(address):
             return JobSubmissionClient(address)
     except Exception as error:  # Ray raises bare RuntimeErrors, ConnectionErrors, and its own AuthenticationError
-        text = " ".join(str(error).split())
+        text = _shortened(str(error))
         if "uthenticat" in type(error).__name__ + text or "401" in text:
             raise HeadUnreachable(
-                f"the Ray head of {named} refuses this user: {text[:300]}. Give the token of the cluster in RAY_AUTH_TOKEN, "
+                f"the Ray head of {named} refuses this user: {text}. Give the token of the cluster in RAY_AUTH_TOKEN, "
                 f"or its file in RAY_AUTH_TOKEN_PATH, and set RAY_AUTH_MODE=token"
             ) from None
         raise HeadUnreachable(
-            f"no Ray head answers at {named}: {text[:300]}. Start one (ray start --head), or give the address of its "
+            f"no Ray head answers at {named}: {text}. Start one (ray start --head), or give the address of its "
             f"dashboard, http://HOST:8265, in RAY_ADDRESS"
         ) from None
+
+
+def _shortened(text: str) -> str:
+    """On one line, cut between words, without the full stop at its end."""
+    return textwrap.shorten(text.strip().rstrip("."), MAX_ERROR_CHARS, placeholder=" [...]")
 
 
 @contextmanager
@@ -100,7 +122,7 @@ def read_head(client: Any) -> Head:
         open_answer = requests.get(f"{address}/api/jobs/", timeout=REQUEST_S)
     except (requests.RequestException, RuntimeError, KeyError, ValueError) as error:
         raise HeadUnreachable(
-            f"the Ray head stopped answering: {type(error).__name__}: {str(error)[:300]}. Look into its dashboard.log"
+            f"the Ray head stopped answering: {type(error).__name__}: {_shortened(str(error))}. Look into its dashboard.log"
         ) from None
     return Head(
         address=address,

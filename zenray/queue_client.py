@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from collectives.errors import ZenrayError
-from zenray.head import check_address
+from zenray.head import check_cluster_address
 
 SCHEDULER_NAME = "zenray/scheduler"
 SCHEDULER_NAMESPACE = "zenray"
@@ -26,10 +26,10 @@ class QueueMissing(ZenrayError):
 def connected() -> Iterator[QueueClient]:
     """The queue of the cluster of RAY_ADDRESS, or of the one on this host; connected while the block runs.
 
-    Raises QueueMissing, or ConfigError for an address of Ray Client.
+    Raises QueueMissing, or ConfigError for an address that cannot be joined.
     """
     address = os.environ.get("RAY_ADDRESS", "auto")
-    check_address(address)
+    check_cluster_address(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ray.exceptions.RaySystemError) as error:

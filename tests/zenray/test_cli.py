@@ -152,14 +152,3 @@ def test_the_command_runs_from_any_folder_and_checks_the_rooms(tmp_path: Path, p
     assert stranger.returncode == 1
     assert "'placement' comes from" in stranger.stderr
     assert "shadows it" in stranger.stderr
-
-
-def test_without_a_cluster_the_queue_commands_say_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    monkeypatch.setattr(sys, "argv", ["zenray", "status"])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
-    assert "is Ray Client" in capsys.readouterr().err
