@@ -67,10 +67,11 @@ def runs(folder):
 
 
 def test_the_whole_job(start, tmp_path):
-    job = start("steps=8")
+    job = start("steps=8", "rivals=sparse")
     output, errors = job.communicate(timeout=200)
     assert job.returncode == 0, errors
     assert "times as fast as ddp_dense" in output
+    assert "times as fast as ddp_sparse" in output
     assert "mlflow ui --backend-store-uri" in output
 
     result = json.loads((tmp_path / "out" / "result.json").read_text())
@@ -78,6 +79,9 @@ def test_the_whole_job(start, tmp_path):
     assert comparison["loss_gap"] < 1e-4
     assert comparison["num_pairs"] == 3
     assert comparison["bytes_ratio"] > 2
+    against_sparse = result["metrics"]["rivals"]["ddp_sparse"]
+    assert against_sparse["loss_gap"] < 1e-4
+    assert against_sparse["bytes_ratio"] is None  # torch does not count what its sparse all-reduce sends
     assert result["metrics"]["all_reduce_probe"]["payload_bytes"] == 16 << 20
     assert result["baseline"]["steps_per_s"] > 0
     schemes = {row["tensor"]: row for row in result["metrics"]["schemes"]}
@@ -88,15 +92,16 @@ def test_the_whole_job(start, tmp_path):
     steps = pq.read_table(tmp_path / "out" / "steps.parquet")
     assert steps.schema.equals(STEP_SCHEMA)
     assert sorted(zip(steps["variant"].to_pylist(), steps["step"].to_pylist(), strict=True)) == [
-        (variant, step) for variant in ("ddp_dense", "zenray") for step in range(8)
+        (variant, step) for variant in ("ddp_dense", "ddp_sparse", "zenray") for step in range(8)
     ]
     assert pq.read_table(tmp_path / "out" / "calls.parquet").num_rows >= 16
     for name in ("loss.png", "bytes.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
 
     client, found = runs(tmp_path)
-    assert sorted(found) == ["ddp_dense", "train stdlib_lm", "zenray"]
+    assert sorted(found) == ["ddp_dense", "ddp_sparse", "train stdlib_lm", "zenray"]
     parent = found["train stdlib_lm"]
+    assert parent.data.metrics["speedup_over_ddp_sparse"] == against_sparse["speedup"]
     assert parent.data.metrics["speedup"] == comparison["speedup"]
     assert parent.data.metrics["bytes_ratio"] == comparison["bytes_ratio"]
     assert {item.path for item in client.list_artifacts(parent.info.run_id)} >= {
@@ -122,7 +127,23 @@ def test_sigterm_closes_the_record(start, tmp_path):
     assert max(run.info.end_time for run in found.values()) - sent_ms < 9000  # 3 s on a quiet machine
 
 
-def test_a_bad_key_has_its_exit_code(start):
+def test_plain_ddp_as_the_subject_ends_well_and_counts_nothing(start, tmp_path):
+    job = start("steps=3", "policy=off", "recovery.copies=0")
+    output, errors = job.communicate(timeout=200)
+    assert job.returncode == 0, errors
+    assert "only 2 of 2 warm-up" not in output
+    assert "too few for a ratio" in output
+    metrics = json.loads((tmp_path / "out" / "result.json").read_text())["metrics"]
+    assert metrics["variants"]["zenray"]["sent_bytes_per_step"] == 0
+    assert metrics["comparison"]["bytes_ratio"] is None
+
+
+def test_a_bad_key_or_policy_has_its_exit_code(start):
+    wrong_policy = start("policy=colum", "link=200mbit")
+    output, errors = wrong_policy.communicate(timeout=60)
+    assert wrong_policy.returncode == 2
+    assert "unknown policy 'colum'; did you mean 'column'" in errors
+    assert "links" not in output  # said before any is built
     wrong_key = start("polcy=auto")
     _, errors = wrong_key.communicate(timeout=60)
     assert wrong_key.returncode == 2
@@ -338,6 +359,7 @@ def test_a_killed_worker_costs_neither_the_job_nor_a_bit(train, ray_head, tmp_pa
 
 ELASTIC = """
 import os, signal, sys, time
+from functools import partial
 from pathlib import Path
 import jobs.train
 from jobs.workloads.stdlib_lm import StdlibLm
@@ -359,6 +381,7 @@ class Elastic(StdlibLm):
     def __reduce__(self):
         return (Elastic, (self.config, self.batch_size, self.seed))
 
+jobs.train.Protection = partial(jobs.train.Protection, shrink_after_s=0.0)  # however quickly a replacement comes
 jobs.train.workload_of = lambda config: Elastic(config.stdlib_lm, config.batch, config.seed)
 sys.exit(jobs.train.main())
 """
@@ -373,7 +396,7 @@ def test_an_elastic_job_goes_on_with_fewer_ranks_and_grows_back(ray_head, tmp_pa
         cwd=tmp_path, env={**os.environ, **ray_head, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "going on with 1 of 2 ranks: no replacement came" in done.stdout
+    assert "going on with 1 of 2 ranks: no replacement came" in done.stdout, done.stdout
     assert "growing from 1 ranks: a replacement has come" in done.stdout
     steps = pq.read_table(tmp_path / "out" / "steps.parquet").to_pylist()
     assert sorted(row["step"] for row in steps) == list(range(60))
