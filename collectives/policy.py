@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
@@ -132,8 +133,10 @@ class SyncPolicy:
     def __post_init__(self) -> None:
         known = ("auto", "off", *COSTS)
         if self.scheme not in known:
+            near = get_close_matches(self.scheme, (*known, *PRESETS, *ROLES[Role.DP_GRAD].allowed), n=1)
+            hint = f"did you mean '{near[0]}'? C" if near else "c"
             raise ConfigError(
-                f"unknown policy '{self.scheme}'; choose one of {', '.join((*known, *PRESETS))}, a codec for dp_grad "
+                f"unknown policy '{self.scheme}'; {hint}hoose one of {', '.join((*known, *PRESETS))}, a codec for dp_grad "
                 f"({', '.join(ROLES[Role.DP_GRAD].allowed)}), or a mapping"
             )
         for pattern, what in self.by_name:

@@ -18,6 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.scheduler import JobScheduler
+from collectives.errors import ConfigError
 from jobs.cluster import connect, wait_for_nodes
 from jobs.job import Run, run_job
 from jobs.nodes import START_S, local_nodes
@@ -69,7 +70,12 @@ def scheduler_of(folder: Path, config: ServerlessConfig) -> Iterator[Any]:
 
 
 def serve(config: ServerlessConfig, run: Run) -> dict[str, Any]:
-    """The job: cluster, queue, progress, table."""
+    """The job: cluster, queue, progress, table. Raises ConfigError without jobs and without `serve`."""
+    if not config.jobs and not config.serve:
+        raise ConfigError(
+            "there is nothing to do: give jobs, such as --config jobs/configs/serverless.yaml, or serve=true to stay and "
+            "take those of `zenray submit`"
+        )
     folder = Path(config.folder) if config.folder else run.out / "queue"
     with (
         cluster_of(config, run),

@@ -6,6 +6,7 @@ each tensor took, that replicas and loss curves agree, and the command that open
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -32,7 +33,7 @@ from jobs.workloads.click_log import ClickLog
 from jobs.workloads.gpt import Gpt
 from jobs.workloads.stdlib_lm import StdlibLm
 from placement.recovery import Stage
-from zenray.comparison import Block, TensorChoice, TrainingLog, call_table, choices
+from zenray.comparison import Block, Comparison, TensorChoice, TrainingLog, call_table, choices
 from zenray.engine import CheckpointPlan, TrainPlan, Variant, Workload, train_rank
 from zenray.environment import of_other_nodes
 from zenray.plots import plot_bytes, plot_losses, plot_time
@@ -40,6 +41,8 @@ from zenray.recorder import Recorder, RunRecord
 from zenray.recoveries import record_recoveries
 
 SUBJECT, BASELINE = "zenray", "ddp_dense"
+MIN_PAIRS = 3
+"""Pairs of blocks below which a ratio is mostly accident."""
 
 
 def workload_of(config: TrainConfig) -> Workload:
@@ -79,6 +82,8 @@ def plan_of(config: TrainConfig, out: Path) -> TrainPlan:
     for rival in config.rivals:
         if rival == "auto":
             variants.append(Variant("zenray_auto", sparse=True, policy=default))
+        elif rival == "sparse":
+            variants.append(Variant("ddp_sparse", sparse=True, policy=None))
         else:
             variants.append(Variant(f"ddp_{rival}", sparse=False, policy=None, hook=rival))
     for offset in range(1, 1 + config.baseline_seeds):
@@ -101,10 +106,16 @@ def plan_of(config: TrainConfig, out: Path) -> TrainPlan:
 
 def train(config: TrainConfig, run: Run) -> dict[str, Any]:
     """The job: cluster, record, training, tables."""
+    policy_of(config)  # a wrong name is said before links and nodes are built
     if shapes_links(config, run.say):
         return train_behind_links(config, run)
     warn_of_temporary_folder(run.say)
     workload, plan = workload_of(config), plan_of(config, run.out)
+    if plan.warmup_steps < config.warmup_steps:
+        run.say(
+            f"event: with steps={config.steps} only {plan.warmup_steps} of {config.warmup_steps} warm-up steps are left "
+            f"out, so the speed figures mean little: raise steps"
+        )
     with (
         train_cluster(config) as cluster,
         Recorder(config.tracking.project, config.tracking.uri, run.out.parent / ".spool", run.say) as recorder,
@@ -284,25 +295,31 @@ def conclude(
         comparison = log.compare(SUBJECT, BASELINE)
         run.baseline.update(variants[BASELINE])
         metrics["comparison"] = asdict(comparison)
-        wire = {} if comparison.wire_ratio is None else {"wire_ratio": comparison.wire_ratio}
-        record.metrics(
-            {
-                "speedup": comparison.speedup,
-                "bytes_ratio": comparison.bytes_ratio,
-                "loss_gap": comparison.loss_gap,
-                "steps_per_s": log.steps_per_s(SUBJECT),
-                "baseline_steps_per_s": log.steps_per_s(BASELINE),
-                **wire,
-            }
-        )
+        rivals = {name: log.compare(SUBJECT, name) for name in log.variants if name not in (SUBJECT, BASELINE)}
+        metrics["rivals"] = {name: asdict(rival) for name, rival in rivals.items()}
+        record.metrics({f"speedup_over_{name}": rival.speedup for name, rival in rivals.items()})
+        found = {
+            "speedup": comparison.speedup,
+            "bytes_ratio": comparison.bytes_ratio,
+            "wire_ratio": comparison.wire_ratio,
+            "loss_gap": comparison.loss_gap,
+            "steps_per_s": log.steps_per_s(SUBJECT),
+            "baseline_steps_per_s": log.steps_per_s(BASELINE),
+        }
+        record.metrics({name: value for name, value in found.items() if value is not None and math.isfinite(value)})
     metrics["dense"] = {name: mine[name]["dense"] for name in log.variants if mine[name]["dense"]}
     if schemes:
         show_schemes(schemes, run)
     show_codecs(metrics["dense"], log, run)
-    show_variants(variants, metrics.get("comparison"), run)
+    show_variants(variants, run)
     if config.baseline:
-        if all(choice.scheme == "dense" for choice in schemes):  # rows save copies and updates too, not only bytes
-            metrics["ceiling"] = show_ceiling(mine[SUBJECT]["dense"]["role"], metrics["comparison"], run)
+        for rival in (comparison, *rivals.values()):
+            run.say(comparison_line(rival))
+        dense = mine[SUBJECT]["dense"]
+        if dense and all(
+            choice.scheme == "dense" for choice in schemes
+        ):  # rows save copies and updates too, not only bytes
+            metrics["ceiling"] = show_ceiling(dense["role"], metrics["comparison"], run)
         metrics["loss_spread"] = show_spread(variants, run)
     return metrics
 
@@ -387,28 +404,43 @@ def show_schemes(schemes: list[TensorChoice], run: Run) -> None:
     run.table("How each gradient travelled: payload of the busiest rank, medians per step", columns, rows)
 
 
-def show_variants(variants: Mapping[str, Mapping[str, Any]], comparison: Mapping[str, Any] | None, run: Run) -> None:
+def show_variants(variants: Mapping[str, Mapping[str, Any]], run: Run) -> None:
     """The closing table."""
     rows = [
         (
             name,
             f["steps_per_s"],
-            f["sent_bytes_per_step"] / 1e6,
+            f["sent_bytes_per_step"] / 1e6 if f["sent_bytes_per_step"] else None,
+            None if f["wire_bytes_per_step"] is None else f["wire_bytes_per_step"] / 1e6,
             f["last_loss"],
             f["held_out_loss"],
-            f["parameters_sha256"][:12],
+            f"yes ({f['parameters_sha256'][:8]})",
         )
         for name, f in variants.items()
     ]
-    columns = ("variant", "steps/s", "MB sent per step", "last loss", "held-out loss", "replicas identical")
+    columns = (
+        "variant",
+        "steps/s",
+        "MB sent per step",
+        "on the wire",
+        "last loss",
+        "held-out loss",
+        "replicas identical",
+    )
     run.table("Result", columns, rows)
-    if comparison is not None:
-        run.say(
-            f"{SUBJECT} is {comparison['speedup']:.2f} times as fast as {BASELINE} "
-            f"({comparison['speedup_low']:.2f} to {comparison['speedup_high']:.2f} over {comparison['num_pairs']} pairs of "
-            f"blocks), sends {comparison['bytes_ratio']:.1f} times fewer bytes; largest difference of the loss curves "
-            f"{comparison['loss_gap']:.1e}"
-        )
+
+
+def comparison_line(comparison: Comparison) -> str:
+    """What the run says of one rival; few pairs are said to be few."""
+    few = "" if comparison.num_pairs >= MIN_PAIRS else ": too few for a ratio, raise steps"
+    ratio = comparison.wire_ratio if math.isnan(comparison.bytes_ratio) else comparison.bytes_ratio
+    sent = "" if ratio is None else f", sends {ratio:.1f} times fewer bytes"
+    return (
+        f"{comparison.subject} is {comparison.speedup:.2f} times as fast as {comparison.baseline} "
+        f"({comparison.speedup_first:.2f} in the first of {comparison.num_pairs} pairs of blocks, "
+        f"{comparison.speedup_last:.2f} in the last{few}){sent}; largest difference of the loss curves "
+        f"{comparison.loss_gap:.1e}"
+    )
 
 
 def main() -> int:

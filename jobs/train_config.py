@@ -108,8 +108,9 @@ class TrainConfig(Section):
     """Train the same model with dense gradients under stock DDP as well, interleaved, and compare."""
     baseline_seeds: Count = 0
     """Further stock runs with other seeds: the spread of their losses is what a difference must be held against."""
-    rivals: list[Literal["auto", "fp16", "bf16", "powersgd"]] = Field(default=[])
-    """More variants of the run: zenray's default policy, and stock DDP with torch's compression hooks."""
+    rivals: list[Literal["sparse", "auto", "fp16", "bf16", "powersgd"]] = Field(default=[])
+    """More variants of the run: stock DDP with sparse embedding gradients, zenray's default policy, and stock DDP with
+    torch's compression hooks."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints on disk."""
     recovery: RecoveryConfig = RecoveryConfig()

@@ -63,9 +63,10 @@ class Block:
 class Comparison:
     """`subject` against `baseline`, over the timed blocks. Ratios above 1 are in the subject's favour.
 
-    speedup: steps per second, all timed blocks together; speedup_low and speedup_high: the extremes over neighbouring
-    pairs of blocks. bytes_ratio: payload bytes the busiest rank sends per step. wire_ratio: the same as the network
-    interface counts it, or None. loss_gap: the largest relative difference of the two loss curves at the same step.
+    speedup: steps per second, all timed blocks together; speedup_low, speedup_high, speedup_first, speedup_last: the
+    extremes over neighbouring pairs of blocks, and the first (schemes are on trial) and last pair. bytes_ratio: payload
+    bytes the busiest rank sends per step, NaN where one of the two does not count them. wire_ratio: the same as the
+    network interface counts it, or None. loss_gap: the largest relative difference of the two loss curves at the same step.
     """
 
     subject: str
@@ -74,6 +75,8 @@ class Comparison:
     speedup: float
     speedup_low: float
     speedup_high: float
+    speedup_first: float
+    speedup_last: float
     bytes_ratio: float
     wire_ratio: float | None
     loss_gap: float
@@ -191,7 +194,7 @@ class TrainingLog:
         """See `Comparison`."""
         pairs = [a.steps_per_s / b.steps_per_s for a, b in zip(self.timed(subject), self.timed(baseline), strict=True)]
         ours, theirs = self.wire_bytes(subject), self.wire_bytes(baseline)
-        sent = sum(self.bytes_by_phase(subject).values())
+        sent, theirs_sent = (sum(self.bytes_by_phase(name).values()) for name in (subject, baseline))
         gaps = [
             abs(a - b) / max(abs(b), 1e-12) for a, b in zip(self.losses(subject), self.losses(baseline), strict=True)
         ]
@@ -202,7 +205,9 @@ class TrainingLog:
             speedup=self.steps_per_s(subject) / self.steps_per_s(baseline),
             speedup_low=min(pairs),
             speedup_high=max(pairs),
-            bytes_ratio=sum(self.bytes_by_phase(baseline).values()) / sent if sent else float("nan"),
+            speedup_first=pairs[0],
+            speedup_last=pairs[-1],
+            bytes_ratio=theirs_sent / sent if sent and theirs_sent else float("nan"),
             wire_ratio=theirs / ours if ours and theirs else None,
             loss_gap=max(gaps),
         )

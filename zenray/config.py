@@ -81,6 +81,7 @@ def load(model: type[M], path: Path | None = None, overrides: Sequence[str] = ()
         data, lines = _read_yaml(path)
     for override in overrides:
         _apply(model, data, override)
+        lines.pop(override.partition("=")[0], None)
     return validate(model, data, path, lines)
 
 

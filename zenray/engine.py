@@ -271,15 +271,18 @@ class Trainer:
         }
 
     def _sent_by_phase(self) -> dict[str, int]:
-        """Payload bytes this rank has sent so far. Stock DDP does not count: a ring sends 2(n-1)/n of its buffers."""
+        """Payload bytes this rank has sent so far. Stock DDP does not count: a ring sends 2(n-1)/n of its buffers.
+
+        Empty where nobody counts: torch's sparse all-reduce, and PowerSGD, whose factors' ranks vary by bucket.
+        """
         hook, size = hook_of(self.ddp), self.context.size
         if hook is not None:
             traffic = hook.transport.traffic
             return {phase: traffic.sent_bytes(phase) for phase in list(traffic.sent)}
+        if self.variant.sparse or self.variant.hook == "powersgd":
+            return {}
         gradient_bytes = sum(p.numel() * p.element_size() for p in self.ddp.module.parameters() if p.requires_grad)
         share = {"fp16": 2, "bf16": 2}.get(self.variant.hook or "", 1)
-        if self.variant.hook == "powersgd":
-            return {}  # torch does not count, and ranks of factors vary by bucket
         return {"dense all-reduce": 2 * (size - 1) * gradient_bytes // size // share * self.position.consumed}
 
     def finish(self) -> dict[str, Any]:

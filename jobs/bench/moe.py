@@ -135,7 +135,7 @@ def times(config: Config, run: Run) -> dict[str, Any]:
     shares = (1.0, 0.75, 0.5, 0.25)
     with one_core():
         for mode, keep_hidden in (("keep", True), ("recompute", False)):
-            seconds = [time_layer(width, hidden, 8, 2, tokens, rho, keep_hidden=keep_hidden) for rho in shares]
+            seconds = time_layer(width, hidden, 8, 2, tokens, shares, keep_hidden=keep_hidden)
             found.setdefault("forward_s", seconds[0][0])
             found.setdefault("backward_s", seconds[0][1])
             found[mode] = {str(rho): back / found["backward_s"] for rho, (_, back) in zip(shares, seconds, strict=True)}
