@@ -7,7 +7,7 @@ the planner decides by measurement, unless `fixed` says to take the named codec 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -161,6 +161,16 @@ class SyncPolicy:
                 f"unknown policy '{what}' for '{pattern}'; choose one of {', '.join(known)}, a codec "
                 f"({', '.join(ROLES[Role.DP_GRAD].allowed)}), or column+codec"
             )
+
+    def check_patterns(self, names: Sequence[str]) -> None:
+        """Raises ConfigError for a pattern that matches no parameter of `names`: a mistyped name or role."""
+        for pattern, _ in self.by_name:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = get_close_matches(pattern, [*names, *Role], n=1, cutoff=0.5)
+                raise ConfigError(
+                    f"policy: '{pattern}' is no role and matches no parameter"
+                    + (f"; did you mean '{near[0]}'?" if near else f" of {', '.join(names[:8])} ...")
+                )
 
     @classmethod
     def of(cls, policy: SyncPolicy | str | Mapping[str, str]) -> SyncPolicy:

@@ -38,7 +38,8 @@ def prepare_model(
     (naive, mz, z, zeropp), a codec's name for all dense gradients, a mapping of roles or parameter-name patterns to
     those, or a `SyncPolicy`. timeout_s: longest wait for a peer within one reduction.
     ddp_options go to `DistributedDataParallel` where the model is not wrapped yet; on NCCL it is moved to this
-    process's current card first. Raises ConfigError without a process group, or for an unknown policy.
+    process's current card first. "auto" may take codecs that round dense gradients where that pays, with error feedback;
+    {"dp_grad": "off"} keeps them exact. Raises ConfigError without a process group, or for an unknown policy.
     """
     wanted = SyncPolicy.of(policy)
     if not dist.is_initialized():
@@ -52,6 +53,7 @@ def prepare_model(
         model = DistributedDataParallel(model, **ddp_options)  # type: ignore[arg-type]
     elif ddp_options:
         raise ConfigError(f"the model is wrapped already, so {', '.join(ddp_options)} would have no effect")
+    wanted.check_patterns([name.removeprefix("module.") for name, _ in model.named_parameters()])
     if wanted.touches_gradients:
         attach(model, wanted, timeout_s=timeout_s)
     return model
@@ -105,7 +107,12 @@ def _cells(row: TensorReport) -> tuple[str, ...]:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """How each parameter of a prepared model is synchronised; after at least one backward pass, not during one."""
+    """How each parameter of a prepared model is synchronised; after at least one backward pass, not during one.
+
+    Raises ConfigError for a model that no DDP wraps.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError(f"{type(model).__name__} is not prepared: train what prepare_model returns, and explain that")
     hook = hook_of(model)
     if hook is None:
         names = [name for name, p in model.named_parameters() if p.requires_grad]

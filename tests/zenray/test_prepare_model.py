@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zenray
 from collectives.ddp import hook_of
+from collectives.errors import ConfigError
 from jobs.ranks import run_ranks
 
 RANKS = Path(__file__).with_name("prepare_ranks.py")
@@ -53,6 +54,15 @@ def group_of_one(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("policy", "hint"), [({"dp_grd": "int8b"}, "did you mean 'dp_grad'"), ({"wieght": "off"}, "did you mean 'weight'")]
+)
+def test_a_name_that_matches_nothing_is_refused(group_of_one: None, policy: dict[str, str], hint: str) -> None:
+    with pytest.raises(zenray.ConfigError, match=hint):
+        zenray.prepare_model(nn.Linear(2, 2), policy)
+    zenray.prepare_model(nn.Linear(2, 2), {"wei*": "off", "dp_grad": "off"})
 
 
 class Model(nn.Module):
@@ -104,6 +114,8 @@ def test_off_leaves_plain_ddp() -> None:
     assert isinstance(model, DistributedDataParallel)
     assert hook_of(model) is None
     assert {row.scheme for row in zenray.explain(model).rows} == {"plain DDP"}
+    with pytest.raises(ConfigError, match="Linear is not prepared: train what prepare_model returns"):
+        zenray.explain(nn.Linear(2, 2))
 
 
 @pytest.mark.usefixtures("group_of_one")
