@@ -13,9 +13,9 @@ import ray
 
 from actors.job_run import Ending, JobNeeds, JobProgram, JobRun
 from actors.job_store import JobStore
-from placement.catalogue import GIB, GpuType
+from placement.catalogue import GpuType
 from placement.correction import Observation, moved
-from placement.data_plans import ModuleProfile, correction_key, data_plans, front, predicted
+from placement.data_plans import ModuleProfile, correction_key, data_plans, front, predicted, too_large
 from placement.inventory import GpuNode
 from placement.mixed import Mix, mixed_plan
 from placement.plans import Knowledge, Plan, PlanList
@@ -51,14 +51,7 @@ class JobPlanner:
         allowed = [gpu for gpu in gpus.values() if not needs.gpu_types or gpu.name in needs.gpu_types]
         if not allowed:
             return _no_type(needs) if gpus else ""
-        largest = max(allowed, key=lambda gpu: gpu.memory_bytes)
-        floor_bytes = self.program.floor_bytes(entry.request)
-        if floor_bytes <= largest.memory_bytes:
-            return ""
-        return (
-            f"the closest, {largest.name}, lacks {(floor_bytes - largest.memory_bytes) / GIB:.3f} GiB a card: weights, "
-            f"gradients and optimizer alone take {floor_bytes / GIB:.3f}; add a node with larger cards, or use a smaller model"
-        )
+        return too_large(self.program.floor_bytes(entry.request), allowed)
 
     def plans(self, entry: JobEntry, nodes: Iterable[GpuNode]) -> PlanList:
         """What to queue the job with: the front of its plans, or after failures the ladder of those not tried."""

@@ -26,6 +26,18 @@ HEADROOM = 1.05
 """Upper bound over centre of a traced module: the trace sees every tensor, only library workspaces are guessed."""
 
 
+def too_large(floor_bytes: int, gpus: Sequence[GpuType]) -> str:
+    """Why none of `gpus` (at least one) can hold a module whose weights, gradients and optimizer take `floor_bytes`; empty
+    if one may."""
+    largest = max(gpus, key=lambda gpu: gpu.memory_bytes)
+    if floor_bytes <= largest.memory_bytes:
+        return ""
+    return (
+        f"the closest, {largest.name}, lacks {(floor_bytes - largest.memory_bytes) / GIB:.3f} GiB a card: weights, "
+        f"gradients and optimizer alone take {floor_bytes / GIB:.3f}; add a node with larger cards, or use a smaller model"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModuleProfile:
     """Peaks of one rank that trains a module, by recomputation level, and what its speed depends on."""

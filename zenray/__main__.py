@@ -16,6 +16,7 @@ from collectives.errors import ConfigError, ZenrayError
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("collectives", "placement", "actors", "zenray", "jobs")
+MAX_PLANS = 10
 MAX_REJECTED = 12
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Memory-aware training jobs on Ray.")
@@ -38,10 +39,19 @@ def plan(
     config = load_job_or_plan(file, overrides or [])
     names = config.cards if isinstance(config, PlanConfig) else config.gpu_types or PlanConfig.default_cards()
     gpus = cards_of(names)
+    typer.echo(
+        f"planned without a cluster, for cards of the catalogue: {', '.join(gpu.name for gpu in gpus)}", err=True
+    )
+    if not isinstance(config, PlanConfig):
+        typer.echo("tracing the model ...", err=True)
     found = find_plans(config, gpus)
-    show_table(f"{len(found.plans)} plans", plan_report.COLUMNS, plan_report.plan_rows(found.plans, gpus, config.batch))
-    rows = plan_report.rejected_rows(found.rejected, MAX_REJECTED)
-    show_table(f"left out: {len(found.rejected)}, the nearest first", ("card", "degrees", "why"), rows)
+    if found.plans:
+        rows = plan_report.plan_rows(found.plans[:MAX_PLANS], gpus, config.batch)
+        more = f", and {len(found.plans) - MAX_PLANS} more" if len(found.plans) > MAX_PLANS else ""
+        show_table(f"the {len(rows)} best plans{more}", plan_report.COLUMNS, rows)
+    if found.rejected:
+        rows = plan_report.rejected_rows(found.rejected, MAX_REJECTED)
+        show_table(f"left out: {len(found.rejected)}, the nearest first", ("card", "degrees", "why"), rows)
     if found.nearest:
         typer.echo(f"no plan fits; {found.nearest}")
     if out is not None and found.plans:

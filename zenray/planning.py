@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from collectives.errors import ConfigError
 from placement.catalogue import GpuType, gpu_type
 from placement.configs import predict_config
-from placement.data_plans import data_plans
+from placement.data_plans import data_plans, too_large
 from placement.inventory import Inventory, fake_card, gpu_nodes
 from placement.memory import MemoryPrediction, predict
 from placement.plans import PlanList, enumerate_plans
@@ -71,6 +71,8 @@ def plan(job: JobConfig | PlanConfig, cluster: Cards) -> PlanList:
     program, request = QueueProgram(), request_of(job)
     needs = program.check(request)
     allowed = [gpu for gpu in gpus if not needs.gpu_types or gpu.name in needs.gpu_types]
+    if allowed and (reason := too_large(program.floor_bytes(request), allowed)):
+        return PlanList((), (), reason)
     profile = program.profile(request)
     return data_plans(
         profile, job.batch, allowed, max_gpus=job.max_gpus, recompute=needs.recompute, pinned=needs.pinned

@@ -103,7 +103,10 @@ class QueueProgram:
         return 16 * int(stage_parameters(shape, Layout.of(micro_batch=1), first=False).total[0])
 
     def profile(self, request: Mapping[str, Any]) -> ModuleProfile:
-        """Trace the module at the smallest and the largest micro-batch, with and without recomputation."""
+        """Trace the module at the smallest and the largest micro-batch, with and without recomputation.
+
+        Its weights are never made, so a host smaller than the model can do it.
+        """
         job = job_of(request)
         workload = workload_of(job)
         most = min(job.batch, MOST_MICRO_BATCH)
@@ -113,11 +116,11 @@ class QueueProgram:
         reserved = 1.0
         for level in sorted(set(job.recompute) & {"none", "full"}, reverse=True):
             for batch, peaks in ((1, smallest), (most, largest)):
-                traced = predict_module(workload.model(level), workload.example(batch), device=device)
+                traced = predict_module(_outline(workload, level), workload.example(batch), device=device)
                 peaks[level] = traced.forward_backward
                 if device == "cuda":
                     reserved = max(reserved, traced.reserved / traced.allocated)
-        trained = [p.numel() * p.element_size() for p in workload.model("none").parameters() if p.requires_grad]
+        trained = [p.numel() * p.element_size() for p in _outline(workload, "none").parameters() if p.requires_grad]
         return ModuleProfile(
             family=job.workload,
             variant=self.profile_key(request),
@@ -135,6 +138,12 @@ class QueueProgram:
     def rank_function(self, request: Mapping[str, Any], assignment: Assignment) -> RankFunction:
         """The training loop of one rank."""
         return partial(train_rank, dict(request), assignment)
+
+
+def _outline(workload: QueueWorkload, recompute: Recompute) -> nn.Module:
+    """The module without values, of which a trace takes only shapes."""
+    with torch.device("meta"):
+        return workload.model(recompute)
 
 
 def train_rank(request: Mapping[str, Any], assignment: Assignment, context: WorkerContext) -> dict[str, Any]:

@@ -46,15 +46,24 @@ def run(*arguments: object) -> Any:
 def test_plan_lists_what_fits_with_its_memory_and_draws_it(plan_file: Path, tmp_path: Path) -> None:
     result = run("plan", plan_file, "--out", tmp_path / "bars.png")
     assert result.exit_code == 0, result.output
-    for word in (*PARTS, "A100-40", "upper", "left out", "GiB more than the 15 of T4"):
+    for word in (*PARTS, "A100-40", "upper", "left out", "GiB more than the 15 of T4", "of the catalogue"):
         assert word in result.output
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_of_many_plans_the_ten_best_are_shown(plan_file: Path) -> None:
+    cards = ["A100-40", "A100-80", "H100", "H200"]
+    found = zenray.plan(load_job_or_plan(plan_file, []), cards)
+    result = run("plan", plan_file, f"cards=[{','.join(cards)}]")
+    assert f"the 10 best plans, and {len(found.plans) - 10} more" in result.output
+    assert len(found.plans) > 10
 
 
 def test_overrides_change_the_question_and_no_plan_is_exit_1_with_the_nearest_change(plan_file: Path) -> None:
     result = run("plan", plan_file, "cards=T4", "max_gpus=1", "recompute=none")
     assert result.exit_code == 1
     assert "no plan fits; the closest" in result.output
+    assert "best plans" not in result.output, "an empty table"
     assert "lacks" in result.output
     assert "GiB a card" in result.output
     pinned = run("plan", plan_file, "cards=A100-40", "pin={micro_batch: 16}", "max_gpus=1", "recompute=none")

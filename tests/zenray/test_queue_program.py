@@ -1,5 +1,6 @@
 """What the queue runs: equal numbers under every plan, and memory where it was predicted. One rank, in this process."""
 
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from placement.inventory import fake_card
 from placement.plans import Knowledge
 from placement.shapes import Recompute
 from zenray.job_config import JobConfig, request_of
+from zenray.planning import plan
 from zenray.queue_program import QueueProgram, train_rank
 
 JOB = JobConfig.model_validate(
@@ -95,3 +97,22 @@ def test_wrong_jobs_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             program.check(request_of(JOB.model_copy(update=change)))
+
+
+def test_a_model_far_larger_than_the_host_is_traced_without_its_weights_and_refused_without_a_trace() -> None:
+    large = JobConfig.model_validate(
+        {
+            "model": {"layers": 200, "hidden": 16384, "heads": 128},
+            "batch": 1,
+            "seq": 16,
+            "steps": 1,
+            "recompute": ["none"],
+        }
+    )
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    traced = QueueProgram().profile(request_of(large))
+    assert traced.gradient_bytes > 2 << 40
+    refused = plan(large, ["fake-64"])
+    assert not refused.plans
+    assert "weights, gradients and optimizer alone take" in refused.nearest
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 1 << 20
