@@ -44,7 +44,7 @@ SERVER_S = 5.0
 def examine(address: str | None) -> list[Finding]:
     """Look at this machine, and at the cluster of `address`, RAY_API_SERVER_ADDRESS or RAY_ADDRESS if one is named."""
     shm, disks = Path("/dev/shm"), {str(folder) for folder in (tempfile.gettempdir(), Path.cwd())}
-    sockets = _listening()
+    sockets, token_file = _listening(), _token_file(os.environ)
     findings = [
         check_python(platform.python_version_tuple()),
         *check_packages(_required(), _installed),
@@ -54,8 +54,8 @@ def examine(address: str | None) -> list[Finding]:
         *(check_disk(folder, *_disk(folder)) for folder in sorted(disks)),
         check_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
         *check_interface(os.environ, list(psutil.net_if_addrs()), _own_address()),
-        *check_ports(sockets),
-        check_token(_token_file(os.environ), os.environ),
+        *check_ports(sockets, has_token=_has_token(token_file, os.environ)),
+        check_token(token_file, os.environ),
         check_store(os.environ.get("MLFLOW_TRACKING_URI") or default_uri()),
     ]
     named = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
@@ -199,9 +199,12 @@ def check_interface(environment: Mapping[str, str], interfaces: Sequence[str], o
     return found or [ok("network", f"{own} on {', '.join(interfaces)}")]
 
 
-def check_ports(sockets: Sequence[tuple[str, int, str]]) -> list[Finding]:
+def check_ports(sockets: Sequence[tuple[str, int, str]], *, has_token: bool) -> list[Finding]:
     """sockets: (address, port, command) of what listens here; command "" is a process of another user."""
     found = []
+    holder, lock = "", "there is no token here that locks them"
+    if has_token:
+        holder, lock = "and has the token ", "locked by the token alone"
     for address, port, command in sockets:
         if port in RAY_PORTS and not _is_ray(command):
             found.append(
@@ -215,13 +218,13 @@ def check_ports(sockets: Sequence[tuple[str, int, str]]) -> list[Finding]:
             found.append(
                 warn(
                     "ports",
-                    f"the dashboard listens on {address}: whoever reaches it and has the token runs any code here",
+                    f"the dashboard listens on {address}: whoever reaches it {holder}runs any code here",
                     "start it with --dashboard-host=127.0.0.1 and reach it through ssh -L 8265:127.0.0.1:8265",
                 )
             )
     rays = [address for address, _, command in sockets if _is_ray(command)]
     outside = sum(not address.startswith(LOOPBACK) for address in rays)
-    seen = f"Ray listens on {len(rays)} ports, {outside} of them reachable from outside and locked by the token alone"
+    seen = f"Ray listens on {len(rays)} ports, {outside} of them reachable from outside; {lock}"
     return found or [ok("ports", seen if rays else "Ray's are free")]
 
 
@@ -243,6 +246,9 @@ def check_token(file: Path, environment: Mapping[str, str]) -> Finding:
         )
     mode = stat.S_IMODE(file.stat().st_mode)
     if mode & 0o077:
+        closed = [folder for folder in file.resolve().parents if not folder.stat().st_mode & 0o011]
+        if closed:
+            return warn("token", f"{file} has mode {mode:o}; only {closed[0]} keeps others out", f"chmod 600 {file}")
         return broken("token", f"{file} can be read by others (mode {mode:o})", f"chmod 600 {file}")
     return ok("token", f"{file}, readable by its owner alone")
 
@@ -369,6 +375,13 @@ def _command(pid: int | None) -> str:
 
 def _is_ray(command: str) -> bool:
     return any(word in command for word in ("ray::", "/ray/", "raylet", "gcs_server"))
+
+
+def _has_token(file: Path, environment: Mapping[str, str]) -> bool:
+    """Whether a cluster that is started here is locked."""
+    return environment.get("RAY_AUTH_MODE") != "disabled" and (
+        bool(environment.get("RAY_AUTH_TOKEN")) or file.is_file()
+    )
 
 
 def _token_file(environment: Mapping[str, str]) -> Path:

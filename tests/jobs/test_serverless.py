@@ -56,6 +56,12 @@ def test_a_class_is_what_plans_depend_on_and_no_more() -> None:
         assert program.class_key(request_of(first.model_copy(update=change))) != key
 
 
+def test_neither_jobs_nor_serve_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_job("serverless", ServerlessConfig, serverless.serve, ["--out", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert "--config jobs/configs/serverless.yaml, or serve=true" in told.out + told.err
+
+
 class Saboteur(threading.Thread):
     """Kills the scheduler's process, and with it a node that runs a job, once a third of the jobs are done."""
 

@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,10 @@ def healths(found: Finding | list[Finding]) -> list[Health]:
         (doctor.check_interface({"GLOO_SOCKET_IFNAME": "eth1"}, ["lo", "eth0"], "10.0.0.2"), [BROKEN]),
         (doctor.check_interface({"NCCL_SOCKET_IFNAME": "=eth0"}, ["lo", "eth0"], "10.0.0.2"), [OK]),
         (doctor.check_interface({}, ["lo"], "127.0.0.1"), [WARN]),
-        (doctor.check_ports([]), [OK]),
-        (doctor.check_ports([("0.0.0.0", 6379, "redis-server *:6379")]), [WARN]),
-        (doctor.check_ports([("127.0.0.1", 6379, "/x/ray/core/gcs_server")]), [OK]),
-        (doctor.check_ports([("0.0.0.0", 8265, "/x/ray/dashboard/dashboard.py")]), [WARN]),
+        (doctor.check_ports([], has_token=True), [OK]),
+        (doctor.check_ports([("0.0.0.0", 6379, "redis-server *:6379")], has_token=True), [WARN]),
+        (doctor.check_ports([("127.0.0.1", 6379, "/x/ray/core/gcs_server")], has_token=True), [OK]),
+        (doctor.check_ports([("0.0.0.0", 8265, "/x/ray/dashboard/dashboard.py")], has_token=True), [WARN]),
         (doctor.check_head(Head("h", "2", "3", NODES, True, False, 0.0)), [OK]),
         (doctor.check_head(Head("h", "2", "3", Inventory(()), False, True, 0.0)), [BROKEN] * 3),
     ],
@@ -91,12 +92,32 @@ def test_the_token_must_be_private(tmp_path: Path) -> None:
     assert healths(doctor.check_token(file, {})) == [WARN]
     file.write_text("x")
     file.chmod(0o644)
+    tmp_path.chmod(0o700)
     found = doctor.check_token(file, {})
-    assert (found.health, found.fix) == (BROKEN, f"chmod 600 {file}")
+    assert (found.health, found.fix) == (WARN, f"chmod 600 {file}")
+    assert f"only {tmp_path} keeps others out" in found.seen
     file.chmod(0o600)
     assert healths(doctor.check_token(file, {})) == [OK]
     assert healths(doctor.check_token(file, {"RAY_AUTH_MODE": "disabled"})) == [WARN]
     assert healths(doctor.check_token(tmp_path / "no", {"RAY_AUTH_TOKEN": "x"})) == [OK]
+
+
+def test_a_token_that_others_can_read_is_broken() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own folders are closed to others
+        Path(folder).chmod(0o755)
+        file = Path(folder, "auth_token")
+        file.touch(mode=0o644)
+        file.chmod(0o644)
+        found = doctor.check_token(file, {})
+    assert (found.health, found.fix) == (BROKEN, f"chmod 600 {file}")
+
+
+@pytest.mark.parametrize(("has_token", "words"), [(True, "locked by the token alone"), (False, "there is no token")])
+def test_ports_are_called_locked_only_where_there_is_a_token(has_token: bool, words: str) -> None:
+    [found] = doctor.check_ports([("0.0.0.0", 6379, "/x/ray/core/gcs_server")], has_token=has_token)
+    assert (found.health, words in found.seen) == (OK, True)
+    [dashboard] = doctor.check_ports([("0.0.0.0", 8265, "/x/ray/dashboard/dashboard.py")], has_token=has_token)
+    assert ("has the token" in dashboard.seen) == has_token
 
 
 def test_the_tracking_store_is_tried_and_left_as_it_is(tmp_path: Path) -> None:
