@@ -57,13 +57,16 @@ class RunPage:
 def write_report(run: str, out: Path | None, uri: str | None = None) -> Path:
     """Find a run by its id or its name (the newest of that name), write its page, and return where.
 
-    Raises TrackingError where there is no such run.
+    Without `out` the page is below runs/. Raises TrackingError where there is no such run, or no writing.
     """
     client = connect(uri or default_uri())
     page = read_page(client, find_run(client, run))
-    path = out or Path(f"report-{page.run.info.run_id[:8]}.html")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(page), encoding="utf-8")
+    path = out or Path("runs", f"report-{page.run.info.run_id[:8]}.html")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(render(page), encoding="utf-8")
+    except OSError as error:
+        raise TrackingError(f"cannot write {path}: {error.strerror}. Choose another file with --out.") from None
     return path
 
 

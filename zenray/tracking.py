@@ -123,8 +123,14 @@ def _client(uri: str) -> MlflowClient:
 
 
 def connect(uri: str) -> MlflowClient:
-    """A client to read the records at `uri` with. Raises TrackingError for the retired file store."""
-    return _client(check_uri(uri))
+    """A client to read the records at `uri` with. Raises TrackingError if the store is retired or its folder
+    cannot be written."""
+    uri = check_uri(uri)
+    if not uri.startswith("sqlite:///"):
+        return _client(uri)
+    database = Path(uri.removeprefix("sqlite:///"))
+    with file_lock(database.with_name(database.name + ".lock"), INIT_LOCK_TIMEOUT_S):
+        return _client(uri)
 
 
 class Store:

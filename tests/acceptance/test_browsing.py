@@ -168,7 +168,7 @@ def test_a_run_that_is_not_there_is_answered_with_the_nearest(store_uri, tmp_pat
         write_report("train stdlib", None, store_uri)
     with pytest.raises(TrackingError, match="no run has the id"):
         write_report("0" * 32, None, store_uri)
-    assert write_report(run_id, None, store_uri) == Path(f"report-{run_id[:8]}.html")
+    assert write_report(run_id, None, store_uri) == Path("runs", f"report-{run_id[:8]}.html")
 
 
 def test_the_load_of_the_node_is_recorded_while_a_job_runs(store_uri, runs_of, monkeypatch):

@@ -11,7 +11,7 @@ from mlflow.utils.validation import _validate_metric_name, _validate_param_name,
 from zenray.recorder import ending, owner_is_gone, owner_of_this_process
 from zenray.redact import REDACTED, redact, redact_text
 from zenray.spool import Spool, SpoolBusy, orphans
-from zenray.tracking import MAX_KEY_LENGTH, Store, TrackingError, _groups, check_uri, entity_key
+from zenray.tracking import MAX_KEY_LENGTH, Store, TrackingError, _groups, check_uri, connect, entity_key
 
 
 def test_spool_gives_back_what_was_appended_in_order(tmp_path):
@@ -158,3 +158,8 @@ def test_an_unusable_database_is_an_error_at_the_start(tmp_path):
     (tmp_path / "mlflow.db").write_text("this is no database, it is a text that is long enough to be read as a header")
     with pytest.raises(TrackingError, match="cannot be used"):
         Store(f"sqlite:///{tmp_path}/mlflow.db", "p").open()
+
+
+def test_a_store_in_a_folder_that_cannot_be_written_is_refused_in_one_line() -> None:
+    with pytest.raises(TrackingError, match="cannot write /proc/nowhere"):
+        connect("sqlite:////proc/nowhere/mlflow.db")
