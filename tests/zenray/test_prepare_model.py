@@ -57,7 +57,7 @@ def group_of_one(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "hint"), [({"dp_grd": "int8b"}, "did you mean 'dp_grad'"), ({"wight.": "off"}, "did you mean 'weight'")]
+    ("policy", "hint"), [({"dp_grd": "int8b"}, "did you mean 'dp_grad'"), ({"weights": "off"}, "did you mean 'weight'")]
 )
 def test_a_name_that_matches_nothing_is_refused(group_of_one: None, policy: dict[str, str], hint: str) -> None:
     with pytest.raises(zenray.ConfigError, match=hint):
