@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,9 @@ with connect(num_cpus=8) as cluster:
     print("cluster " + json.dumps(dict(cluster.env)), flush=True)
     sys.stdin.read()
 """
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a command in the background, whose children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run: a test that passes today passes tomorrow. `make test-slow` draws new ones.
 settings.register_profile("fixed", derandomize=True)
