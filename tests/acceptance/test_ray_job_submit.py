@@ -80,7 +80,7 @@ def test_case_05_08_20_the_demo_as_a_ray_job_and_jobs_that_end_otherwise(
         pass
     client, runs = runs_of(store_uri)
     assert {name: run.info.status for name, run in runs.items()} == {
-        **dict.fromkeys(("train stdlib_lm", "zenray", "ddp_dense", "next start"), "FINISHED"),
+        **dict.fromkeys(("train stdlib_lm", "zenray", "ddp_dense", "ddp_sparse", "next start"), "FINISHED"),
         **{"stopped": "KILLED", "crashed": "FAILED", "gone": "FAILED"},
     }
     assert runs["crashed"].data.tags["zenray.ending"] == "RuntimeError: the cause"
