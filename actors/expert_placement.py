@@ -107,7 +107,7 @@ class PlanClient:
         plans: list[ExpertPlan] = []
         if self._answer is not None and self._done(self._answer):
             try:
-                plans = ray.get(self._answer, timeout=0)
+                plans = [plan for plan in ray.get(self._answer, timeout=0) if plan.version > newest]
                 self.lost = False
             except RayError as error:
                 self._lose(error)
