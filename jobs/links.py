@@ -17,17 +17,18 @@ import re
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
 from collectives.errors import ConfigError
+from zenray.stopping import stop_on_sigterm
 
 MTU = 1500
 CONGESTION_CONTROL = "cubic"
@@ -107,20 +108,18 @@ class ShapedBed:
     def __enter__(self) -> Self:
         if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
             raise ConfigError("a shaped link needs root and the commands ip and tc; set link=none to run without")
-        self._previous_handler = None
-        if threading.current_thread() is threading.main_thread():
-            self._previous_handler = signal.signal(signal.SIGTERM, _exit_on_signal)
-        try:
+        with ExitStack() as stack:
+            stop = stack.enter_context(stop_on_sigterm())
+            stack.callback(self._remove)
+            stack.callback(stop.hold)
             self._build()
-        except BaseException:
-            self._remove()
-            raise
+            self._leave = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._remove()
+        self._leave.__exit__(kind, error, trace)
 
     def _build(self) -> None:
         switch = self.switch
@@ -158,15 +157,11 @@ class ShapedBed:
         )
 
     def _remove(self) -> None:
-        try:
-            existing = set(_namespaces())
-            for name in [self.switch, *map(self.namespace, range(self.num_nodes))]:
-                if name in existing:
-                    _end_processes(name)
-                    _run(["ip", "netns", "del", name])
-        finally:
-            if self._previous_handler is not None:
-                signal.signal(signal.SIGTERM, self._previous_handler)
+        existing = set(_namespaces())
+        for name in [self.switch, *map(self.namespace, range(self.num_nodes))]:
+            if name in existing:
+                _end_processes(name)
+                _run(["ip", "netns", "del", name])
 
 
 def leftovers() -> list[str]:
@@ -213,10 +208,6 @@ def self_check(bed: ShapedBed | None, num_ranks: int, payload_bytes: int, all_re
     else:
         verdict = "ok" if abs(all_reduce_s / expected_s - 1) <= TOLERANCE else "void"
     return SelfCheck(verdict, all_reduce_s, expected_s, load)
-
-
-def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _ip(namespace: str, words: str) -> None:

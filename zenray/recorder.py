@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -27,6 +26,7 @@ from collectives.errors import ZenrayError
 from zenray.environment import NodeLoad, environment
 from zenray.redact import redact, redact_text
 from zenray.spool import Spool, orphans
+from zenray.stopping import STOP_CODE, stop_on_sigterm
 from zenray.tracking import LONG_VALUE, Rejected, Store, StoreDown, TrackingError, entity_key, old_file_store
 
 HEARTBEAT_S = 5.0
@@ -38,7 +38,7 @@ STALE_S = 12 * HEARTBEAT_S
 STOP_FLUSH_S = 1.5
 """After SIGTERM the endings may take this long to arrive; `ray job stop` kills after 3 s."""
 
-STOP_EXIT_CODES = frozenset({int(signal.SIGTERM), 128 + signal.SIGTERM, 128 + signal.SIGINT})
+STOP_EXIT_CODES = frozenset({int(signal.SIGTERM), STOP_CODE, 128 + signal.SIGINT})
 """Exit codes that mean "stopped from outside" (Ray's own SIGTERM handler leaves with the bare signal number)."""
 
 
@@ -235,7 +235,7 @@ class Recorder:
         Before the block starts one artifact (config.json) makes the round trip to the store and back; TrackingError
         says where it failed. Call `ray.init` first: it sets a SIGTERM handler of its own.
         """
-        with self._stop_on_sigterm(), self._run(name, None, params, tags or {}, key) as run:
+        with stop_on_sigterm(self._note_stop), self._run(name, None, params, tags or {}, key) as run:
             run.document("config.json", config)
             run.document("environment.json", environment())
             self._job = run
@@ -329,26 +329,12 @@ class Recorder:
         except StoreDown as error:
             self._note_outage(error)
 
-    @contextmanager
-    def _stop_on_sigterm(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def stop(signum: int, frame: FrameType | None) -> None:
-            if self.stopped:
-                return
-            self.stopped = True
-            for key in list(self._open):  # now, since the caller's own clean-up may outlast the grace before SIGKILL
-                self._end(key, "KILLED", "SIGTERM")
-            self.flush(STOP_FLUSH_S)
-            raise SystemExit(128 + signum)
-
-        previous = signal.signal(signal.SIGTERM, stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, previous)
+    def _note_stop(self) -> None:
+        """End all runs now, since the caller's own clean-up may outlast the grace before SIGKILL."""
+        self.stopped = True
+        for key in list(self._open):
+            self._end(key, "KILLED", "SIGTERM")
+        self.flush(STOP_FLUSH_S)
 
     def _warn_once(self, what: str, line: str) -> None:
         if what not in self._warned:
