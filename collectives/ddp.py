@@ -43,6 +43,7 @@ from collectives.planner import CallRecord, Planner
 from collectives.policy import SyncPolicy
 from collectives.replicas import check_replicas
 from collectives.segments import Place
+from collectives.sparse import schemes
 from collectives.staging import StagedTransport
 from collectives.topology import probe_topology
 from collectives.torch_transport import TorchTransport
@@ -83,8 +84,10 @@ def attach(
     transport: Transport = TorchTransport(own_group or model.process_group, timeout_s=timeout_s)
     if device.type == "cuda" and transport.device.type == "cpu":
         transport = StagedTransport(transport, device)
-    if device.type == "cuda" and cuda.installed():
-        cuda.warm_up(device)  # some seconds at first, for which step 0 would stall
+    if device.type == "cpu":
+        schemes.warm_up()  # some seconds at first, for which step 0 would stall; so below
+    elif device.type == "cuda" and cuda.installed():
+        cuda.warm_up(device)
     if transport.device.type != device.type:
         raise ConfigError(f"parameters live on {device}, but the process group serves {transport.device}")
     hook = SyncHook(model, SyncPolicy.of(policy), transport, own_group)

@@ -242,13 +242,9 @@ def _watch(reference: weakref.ref[GlooWatch], wake: threading.Event) -> None:
 
 def post_send(group: dist.ProcessGroup, peer: int, data: Tensor, tag: int) -> dist.Work:
     """Start sending to rank `peer` of the group."""
-    work = dist.isend(data, group=group, group_dst=peer, tag=tag)
-    assert work is not None
-    return work
+    return group.send([data], peer, tag)
 
 
 def post_recv(group: dist.ProcessGroup, peer: int, data: Tensor, tag: int) -> dist.Work:
     """Post a receive from rank `peer` of the group."""
-    work = dist.irecv(data, group=group, group_src=peer, tag=tag)
-    assert work is not None
-    return work
+    return group.recv([data], peer, tag)

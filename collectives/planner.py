@@ -2,18 +2,20 @@
 
 Every input of a decision is equal on all ranks: the gathered k, the union of past results, the agreed link, and
 observed times that ride in the metadata round of the tensor's next call (the slowest rank's count). So all ranks decide
-the same without asking; a digest of the state rides along and proves it.
+the same without asking; a digest of the inputs so far rides along and proves it. Tensors of one shape share what is
+measured, and a settled tensor compares all schemes only now and then, because at every call that would cost more than
+two ranks save by the choice.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
+import struct
+import zlib
 from collections import deque
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import median
 from typing import Any
 
@@ -35,6 +37,10 @@ TRIALS = 3
 WINDOW = 5
 """Observed-to-predicted ratios kept per scheme; their median is the correction."""
 GAMMA_WEIGHT = 0.3
+RECONSIDER_CALLS = 16
+"""Once its scheme is measured, a tensor compares all schemes again after this many calls ..."""
+RECONSIDER_CHANGE = 0.1
+"""... or when the number of touched rows has changed by this share."""
 MAX_ROW_SHARE = 0.5
 """A dense gradient with more touched rows than this is not tried as sparse rows: even two ranks would gain little."""
 MAX_SCAN_PAUSE = 64
@@ -144,23 +150,52 @@ def choose_scheme(
 
 
 @dataclass
-class _Tensor:
-    """State of one tensor. All of it but `pending` is equal on all ranks."""
+class _Shape:
+    """What is measured on tensors of one shape; equal on all ranks."""
 
-    gamma: float | None = None
-    current: str | None = None
-    calls: int = 0
     ratios: dict[str, list[float]] = field(default_factory=dict)
     num_observed: dict[str, int] = field(default_factory=dict)
-    scan_pause: int = 0
-    scan_wait: int = 0
-    pending: CallRecord | None = None
 
     def correction(self) -> dict[str, float]:
         return {name: median(ratios) for name, ratios in self.ratios.items() if self.num_observed[name] >= TRIALS}
 
+    def observe(self, scheme: str, seconds: float, model_s: float) -> None:
+        seen = self.num_observed[scheme] = self.num_observed.get(scheme, 0) + 1
+        if seen > 1 and model_s > 0:
+            ratios = self.ratios.setdefault(scheme, [])
+            ratios.append(seconds / model_s)
+            del ratios[:-WINDOW]
+
+
+@dataclass
+class _Tensor:
+    """State of one tensor. All of it but `pending` is equal on all ranks.
+
+    digest: of everything that was observed. considered: calls until all schemes are compared again.
+    considered_rows, considered_codec: what the last comparison was made for.
+    """
+
+    gamma: float | None = None
+    current: str | None = None
+    calls: int = 0
+    digest: int = 0
+    considered: int = 0
+    considered_rows: int = 0
+    considered_codec: str | None = None
+    scan_pause: int = 0
+    scan_wait: int = 0
+    pending: tuple[CallRecord, str] | None = None
+    """The last call, with its shape, until the ranks agree on what it took."""
+
     def shared(self) -> dict[str, Any]:
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "pending"}
+
+    def mix(self, *numbers: float) -> None:
+        self.digest = zlib.crc32(struct.pack(f"<{len(numbers)}d", *numbers), self.digest)
+
+
+def _shape_of(load: Load) -> str:
+    return f"{load.num_rows}x{load.width}x{load.itemsize}{' dense' if load.is_dense else ''}"
 
 
 class Planner:
@@ -175,19 +210,23 @@ class Planner:
         self.link = link
         self.choices: dict[str, Choice] = {}
         self._tensors: dict[str, _Tensor] = {}
+        self._shapes: dict[str, _Shape] = {}
         self._history: deque[CallRecord] = deque(maxlen=MAX_RECORDS)
 
     def record(self, name: str) -> tuple[int, int, int]:
         """This rank's part of the metadata round: state digest, nanoseconds and payload bytes of the last call."""
         tensor = self._tensor(name)
-        text = json.dumps([name, tensor.shared()], sort_keys=True).encode()
-        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-        last = tensor.pending
-        return (digest, round(last.observed_s * 1e9), last.observed_bytes) if last else (digest, 0, 0)
+        counters = tensor.digest, tensor.calls, tensor.considered, tensor.considered_rows, tensor.scan_wait
+        digest = zlib.crc32(struct.pack("<5q", *counters))
+        if tensor.pending is None:
+            return digest, 0, 0
+        last, _ = tensor.pending
+        return digest, round(last.observed_s * 1e9), last.observed_bytes
 
     def settle(self, name: str, table: np.ndarray) -> None:
         """Take in the gathered records (int64 [n, 3]). Raises CollectiveMismatch where the ranks' states differ."""
-        odd = np.flatnonzero(table[:, 0] != table[0, 0]).tolist()
+        digests, nanoseconds, payloads = table.T.tolist()
+        odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if odd:
             raise CollectiveMismatch(
                 f"tensor '{name}': the planner's state on rank(s) {odd} differs from rank 0's. Load the same "
@@ -196,30 +235,45 @@ class Planner:
         tensor = self._tensor(name)
         if tensor.pending is None:
             return
-        seconds, num_bytes = float(table[:, 1].max()) / 1e9, int(table[:, 2].max())
-        agreed, tensor.pending = replace(tensor.pending, observed_s=seconds, observed_bytes=num_bytes), None
+        (last, shape), tensor.pending = tensor.pending, None
+        agreed = replace(last, observed_s=max(nanoseconds) / 1e9, observed_bytes=max(payloads))
+        tensor.mix(agreed.observed_s, agreed.observed_bytes)
         self._history.append(agreed)
-        seen = tensor.num_observed[agreed.scheme] = tensor.num_observed.get(agreed.scheme, 0) + 1
-        if seen > 1 and agreed.model_s > 0:
-            ratios = tensor.ratios.setdefault(agreed.scheme, [])
-            ratios.append(seconds / agreed.model_s)
-            del ratios[:-WINDOW]
+        self._shape(shape).observe(agreed.scheme, agreed.observed_s, agreed.model_s)
 
     def choose(self, name: str, load: Load, override: str | None = None, value_codec: str | None = None) -> Choice:
         """Decide this call. `load.union` is replaced by the prediction from this tensor's past."""
-        tensor = self._tensor(name)
+        tensor, shape = self._tensor(name), self._shape(_shape_of(load))
         load = replace(load, union=predicted_union(load.k, tensor.gamma, load.num_rows))
-        choice = choose_scheme(load, self.link, override, tensor.correction(), tensor.current, value_codec)
-        on_trial = tensor.current
-        num_seen = tensor.num_observed.get(on_trial or "", 0)
-        if override is None and on_trial is not None and 0 < num_seen < TRIALS:
-            choice = choose_scheme(load, self.link, on_trial, tensor.correction())
+        num_seen = shape.num_observed.get(tensor.current or "", 0)
+        if override is None and tensor.current is not None and 0 < num_seen < TRIALS:
+            choice = choose_scheme(load, self.link, tensor.current, shape.correction())
             choice = replace(choice, reason=f"trial: call {num_seen + 1} of {TRIALS}")
+        elif override is None and self._is_settled(tensor, load, value_codec):
+            tensor.considered -= 1
+            choice = self._repeat(name, tensor.current or "", load, shape)
+        else:
+            choice = choose_scheme(load, self.link, override, shape.correction(), tensor.current, value_codec)
+            tensor.considered = RECONSIDER_CALLS if choice.scheme == tensor.current and num_seen >= TRIALS else 0
+            tensor.considered_rows, tensor.considered_codec = load.total, value_codec
         if load.is_dense:
             tensor.scan_pause = min(2 * tensor.scan_pause + 1, MAX_SCAN_PAUSE) if choice.scheme == "dense" else 0
             tensor.scan_wait = tensor.scan_pause
         self.choices[name] = choice
         return choice
+
+    def _is_settled(self, tensor: _Tensor, load: Load, value_codec: str | None) -> bool:
+        """Whether the last comparison still holds."""
+        change = abs(load.total - tensor.considered_rows)
+        is_alike = change <= RECONSIDER_CHANGE * tensor.considered_rows and value_codec == tensor.considered_codec
+        return tensor.considered > 0 and is_alike
+
+    def _repeat(self, name: str, scheme: str, load: Load, shape: _Shape) -> Choice:
+        """The last choice again, with the figures of this load."""
+        model = predict(scheme, load, self.link)
+        likely_s = model.seconds * shape.correction().get(scheme, 1.0)
+        last = self.choices.get(name, Choice(scheme, 0, 0.0, 0.0, "fastest when last compared"))
+        return replace(last, predicted_bytes=model.payload_bytes, model_s=model.seconds, predicted_s=likely_s)
 
     def scan_due(self, name: str) -> bool:
         """Whether to scan this dense gradient for zero rows now; ask once a call. Pauses double while it is in vain."""
@@ -242,7 +296,8 @@ class Planner:
             tensor.gamma = now if tensor.gamma is None else tensor.gamma + GAMMA_WEIGHT * (now - tensor.gamma)
         tensor.current = choice.scheme
         tensor.calls += 1
-        tensor.pending = CallRecord(
+        tensor.mix(zlib.crc32(choice.scheme.encode()), choice.model_s, -1 if union is None else union)
+        record = CallRecord(
             tensor=name,
             call=tensor.calls,
             scheme=choice.scheme,
@@ -254,19 +309,28 @@ class Planner:
             observed_s=seconds,
             event=", ".join(events),
         )
+        tensor.pending = record, _shape_of(load)
 
     def records(self) -> list[CallRecord]:
         """The newest `MAX_RECORDS` calls; each tensor's last one still carries this rank's own figures."""
-        return [*self._history, *(t.pending for t in self._tensors.values() if t.pending is not None)]
+        return [*self._history, *(t.pending[0] for t in self._tensors.values() if t.pending is not None)]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values, equal on all ranks, independent of process groups."""
-        return {"size": self.link.size, "tensors": {name: deepcopy(t.shared()) for name, t in self._tensors.items()}}
+        return {
+            "size": self.link.size,
+            "tensors": {name: tensor.shared() for name, tensor in self._tensors.items()},
+            "shapes": {name: deepcopy(asdict(shape)) for name, shape in self._shapes.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, on all ranks alike. With another number of ranks its measurements do not apply."""
-        same_size = state["size"] == self.link.size
-        self._tensors = {name: _Tensor(**deepcopy(t)) for name, t in state["tensors"].items()} if same_size else {}
+        known = state if state["size"] == self.link.size else {"tensors": {}, "shapes": {}}
+        self._tensors = {name: _Tensor(**tensor) for name, tensor in known["tensors"].items()}
+        self._shapes = {name: _Shape(**deepcopy(shape)) for name, shape in known["shapes"].items()}
 
     def _tensor(self, name: str) -> _Tensor:
         return self._tensors.setdefault(name, _Tensor())
+
+    def _shape(self, name: str) -> _Shape:
+        return self._shapes.setdefault(name, _Shape())

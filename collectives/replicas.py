@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from collectives.errors import CollectiveMismatch
-from collectives.transport import Transport, all_gather_records
+from collectives.transport import Transport, all_gather_records, as_bytes
 
 MAX_NAMED = 5
 
@@ -21,7 +21,7 @@ def digest(tensor: Tensor) -> int:
     data = tensor.detach().cpu().contiguous()
     state = hashlib.blake2b(f"{data.dtype}{tuple(data.shape)}".encode(), digest_size=7)
     if data.numel():
-        state.update(data.view(-1).view(torch.uint8).numpy().data)
+        state.update(as_bytes(data).numpy().data)
     return int.from_bytes(state.digest(), "big")
 
 

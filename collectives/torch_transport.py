@@ -20,7 +20,7 @@ from torch import Tensor
 
 from collectives.errors import CollectiveError
 from collectives.gloo_watch import RESERVED_TAG, GlooWatch, post_recv, post_send
-from collectives.transport import MAX_PARCELS, Exchange, Parcel, ReduceOp, Traffic
+from collectives.transport import MAX_PARCELS, Exchange, Parcel, ReduceOp, Traffic, as_bytes
 
 _SIZE_VALUES = 4093
 """Tags carry the size modulo this prime, in 12 bits."""
@@ -36,12 +36,6 @@ def parcel_tag(exchange_number: int, ordinal: int, num_bytes: int) -> int:
     """
     assert 0 <= ordinal < MAX_PARCELS
     return ((exchange_number % NUM_EXCHANGE_TAGS) * MAX_PARCELS + ordinal) << 12 | num_bytes % _SIZE_VALUES
-
-
-def as_bytes(data: Tensor) -> Tensor:
-    """A uint8 view [num_bytes] of a contiguous tensor; so bf16, fp8 and int16, unknown to Gloo, pass as well."""
-    assert data.is_contiguous()
-    return data.detach().view(-1).view(torch.uint8)
 
 
 class TorchTransport:

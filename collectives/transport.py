@@ -45,23 +45,35 @@ class Traffic:
     size: int
     sent: dict[str, np.ndarray] = field(default_factory=dict)
     received: dict[str, np.ndarray] = field(default_factory=dict)
+    _num_sent: int = 0
+    _num_received: int = 0
 
     def add(self, table: dict[str, np.ndarray], phase: str, peer: int, num_bytes: int) -> None:
+        """Note bytes in `sent` or `received`, whichever `table` is."""
         if phase not in table:
             table[phase] = np.zeros(self.size, np.int64)
         table[phase][peer] += num_bytes
+        if table is self.sent:
+            self._num_sent += num_bytes
+        else:
+            self._num_received += num_bytes
 
     def sent_bytes(self, phase: str | None = None) -> int:
         """Bytes this rank sent, in one phase or in all."""
-        return sum(int(v.sum()) for k, v in self.sent.items() if phase in (None, k))
+        return self._num_sent if phase is None else _sum_of(self.sent.get(phase))
 
     def received_bytes(self, phase: str | None = None) -> int:
         """Bytes this rank received, in one phase or in all."""
-        return sum(int(v.sum()) for k, v in self.received.items() if phase in (None, k))
+        return self._num_received if phase is None else _sum_of(self.received.get(phase))
 
     def clear(self) -> None:
         self.sent.clear()
         self.received.clear()
+        self._num_sent = self._num_received = 0
+
+
+def _sum_of(row: np.ndarray | None) -> int:
+    return 0 if row is None else int(row.sum())
 
 
 class Exchange(Protocol):
@@ -109,6 +121,15 @@ class Transport(Protocol):
         """Make every pending and later operation fail, here and soon at the peers. Idempotent."""
 
 
+def as_bytes(data: Tensor) -> Tensor:
+    """A uint8 view [num_bytes] of a contiguous tensor; so bf16, fp8 and int16, unknown to Gloo, pass as well."""
+    assert data.is_contiguous()
+    flat = data.detach().view(-1)
+    if flat.numel() < 2:  # contiguous whatever its stride, which torch wants to be 1
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
+
+
 def others(transport: Transport) -> list[int]:
     """The other ranks, starting after this one, so that at no time all ranks send to the same peer."""
     return [(transport.rank + k) % transport.size for k in range(1, transport.size)]
@@ -116,17 +137,15 @@ def others(transport: Transport) -> list[int]:
 
 def all_gather_records(transport: Transport, phase: str, record: Sequence[int]) -> np.ndarray:
     """The metadata round: every rank contributes the same number of int64; returns int64 [size, len(record)]."""
-    mine = torch.tensor(list(record), dtype=torch.int64)
-    table = torch.empty((transport.size, len(mine)), dtype=torch.int64)
-    table[transport.rank] = mine
-    if transport.size > 1:
-        device = transport.device
-        staged = table.to(device)
-        with transport.exchange(phase, [Parcel(peer, staged[peer]) for peer in others(transport)]) as exchange:
-            for peer in others(transport):
-                exchange.send(peer, staged[transport.rank])
-        table = staged.cpu()
-    return table.numpy()
+    table = np.empty((transport.size, len(record)), np.int64)
+    table[transport.rank] = record
+    if transport.size == 1:
+        return table
+    staged, peers = torch.from_numpy(table).to(transport.device), others(transport)
+    with transport.exchange(phase, [Parcel(peer, staged[peer]) for peer in peers]) as exchange:
+        for peer in peers:
+            exchange.send(peer, staged[transport.rank])
+    return staged.cpu().numpy()
 
 
 def all_gather(transport: Transport, phase: str, outputs: Sequence[Tensor]) -> None:
@@ -273,7 +292,7 @@ class LocalExchange:
                 f"{parcel.data.nbytes} expected. The ranks disagree about sizes: exchange them before the data."
             )
         transport.traffic.add(transport.traffic.received, self.phase, parcel.peer, data.nbytes)
-        parcel.data.view(-1).view(torch.uint8).copy_(data.view(-1).view(torch.uint8))
+        as_bytes(parcel.data).copy_(as_bytes(data))
 
     def __enter__(self) -> Self:
         return self

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,10 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 from collectives.errors import ConfigError, ZenrayError
-from zenray.config import Section, load
+from zenray.config import Section, describe_keys, load
 from zenray.environment import DIGEST_VARIABLE, code_digest, environment
 
 C = TypeVar("C", bound=Section)
+
+LINK_RECORD = "ZENRAY_LINK_RECORD"
+"""Environment variable by which a job that builds links tells the same job inside them what they are, as JSON."""
 
 PLAIN_WIDTH = 140
 """Columns of tables that are not shown on a terminal."""
@@ -87,6 +91,7 @@ def run_job(
         config_path, out, options, overrides = parse_command(arguments, files)
         config = load(model, config_path, overrides)
         run = Run(name, out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", options)
+        created = [folder for folder in (run.out, *run.out.parents) if not folder.exists()]
         run.out.mkdir(parents=True, exist_ok=True)
     except (ConfigError, OSError) as error:
         print(f"{name}: {error}", file=sys.stderr)
@@ -97,31 +102,23 @@ def run_job(
         metrics = body(config, run)
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
+        with suppress(OSError):  # of a folder with files in it
+            for folder in created:
+                folder.rmdir()
         return 2
     except ZenrayError as error:
         print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     write_result(run, config, metrics)
-    run.say(f"result: {run.out / 'result.json'}")
+    if LINK_RECORD not in os.environ:  # the outer job has more to say before
+        run.say(f"result: {run.out / 'result.json'}")
     return 0
 
 
 def describe(name: str, model: type[Section], files: Sequence[str] = ()) -> str:
     """The text of --help: usage, then every key with its default and meaning."""
     options = " ".join(f"[--{option} PATH]" for option in ("config", "out", *files))
-    return "\n".join([f"{name}: {options} [key=value ...]", "", *_describe_keys(model, "")])
-
-
-def _describe_keys(model: type[Section], prefix: str) -> list[str]:
-    lines = []
-    for key, info in model.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            lines += _describe_keys(info.annotation, f"{prefix}{key}.")
-            continue
-        default = "required" if info.is_required() else f"= {info.get_default(call_default_factory=True)}"
-        meaning = " ".join((info.description or "").split())
-        lines.append(f"  {prefix}{key} {default}\n      {meaning}".rstrip())
-    return lines
+    return "\n".join([f"{name}: {options} [key=value ...]", "", *describe_keys(model)])
 
 
 def code_line(submitted: str, here: str) -> str:

@@ -35,7 +35,7 @@ from placement.inventory import Gang, find_obstacle
 from zenray.engine import PROBE_BYTES
 from zenray.plots import plot_pareto
 from zenray.recorder import Recorder, RunRecord
-from zenray.sweeps import FLOORS, Outcome, SweepFailed, SweepJournal, TrialLog, pareto_front
+from zenray.sweeps import FLOORS, Outcome, SweepFailed, SweepJournal, TrialLog, gain_text, pareto_front
 
 STUDY = "sweep"
 TUNE_SETTINGS = {
@@ -117,6 +117,7 @@ def run_trials(
                 scheduler=scheduler_of(config, journal),
                 num_samples=num_left,
                 max_concurrent_trials=concurrent,
+                reuse_actors=True,  # the process of a trial only waits for its ranks; another takes seconds to start
             ),
             run_config=tune.RunConfig(name="trials", storage_path=str(folder), verbose=0, callbacks=[trials]),
         ).fit()
@@ -252,7 +253,8 @@ def conclude(
     record.tags({"best": best.name})
     if reference is not None:
         run.baseline.update({"settings": reference.name, **reference.last})
-    run.say(f"best: {best.name}; train with it: python -m jobs.train --config {policy}")
+    gain = "" if reference is None else gain_text(best, reference, config.weights)
+    run.say(f"best: {best.name}{gain}; train with it: python -m jobs.train --config {policy}")
     probes = [trial.last["probe_s"] for trial in done if trial.last.get("probe_s")]
     return {
         "trials": trials,

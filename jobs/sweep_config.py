@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -11,6 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from collectives.codecs import CODECS
 from collectives.errors import ConfigError
+from jobs.train import plan_of, workload_of
 from jobs.train_config import PositiveCount, TrackingConfig, TrainConfig
 from zenray.config import Section, validate
 from zenray.sweeps import FLOORS
@@ -30,6 +32,9 @@ FIXED = (
 
 ALONE: dict[str, Any] = {"baseline": False, "baseline_seeds": 0, "rivals": [], "checkpoint": {}}
 """The baseline of a trial is the sweep's reference."""
+
+INTERPLAY = ("workload", "optimizer", "policy", "scheme")
+"""Keys whose values may exclude each other."""
 
 DENSITY_CODECS = frozenset({"topk", "sq", "randomk"})
 
@@ -105,13 +110,10 @@ def check(config: SweepConfig) -> None:
                 raise ConfigError(f"space.{key} is a range, which search=grid cannot enumerate; give a list")
             if not values.low < values.high or (values.log and values.low <= 0):
                 raise ConfigError(f"space.{key}: low = {values.low} and high = {values.high} make no range")
-            for end in (values.low, values.high):
-                train_config(config.train, {key: end})
         elif not values:
             raise ConfigError(f"space.{key} is empty")
-        else:
-            for value in values:
-                train_config(config.train, {key: value})
+        for value in [values.low, values.high] if isinstance(values, Between) else values:
+            check_value(config, key, value)
     unknown = sorted(set(config.weights) - set(FLOORS))
     if unknown or not any(config.weights.values()) or min(config.weights.values()) < 0:
         raise ConfigError(
@@ -119,6 +121,22 @@ def check(config: SweepConfig) -> None:
         )
     if config.train.warmup_steps >= config.train.steps:
         raise ConfigError(f"train.warmup_steps = {config.train.warmup_steps} leaves none of {config.train.steps} steps")
+
+
+def check_value(config: SweepConfig, key: str, value: Any) -> None:
+    """Raises ConfigError for a value that no trial could train with, whatever its other settings."""
+    others = [name for name in INTERPLAY if name in config.space and name != key]
+    lists = [values for name in others if isinstance(values := config.space[name], list)]
+    refused: ConfigError | None = None
+    for rest in product(*lists):
+        try:
+            settings = train_config(config.train, dict(zip(others, rest, strict=True)) | {key: value})
+            plan_of(settings, Path())
+            workload_of(settings)
+            return
+        except ConfigError as error:
+            refused = refused or error
+    raise ConfigError(f"space.{key} = {value!r}: {refused}")
 
 
 def train_config(base: TrainConfig, point: Mapping[str, Any]) -> TrainConfig:
@@ -133,12 +151,9 @@ def train_config(base: TrainConfig, point: Mapping[str, Any]) -> TrainConfig:
         for name in sections:
             place = place.get(name) if isinstance(place, dict) else None
         if not isinstance(place, dict):
-            raise ConfigError(f"space.{key} names no key of the training job")
+            raise ConfigError(f"'{key}' names no key of the training job")
         place[leaf] = value
-    try:
-        return validate(TrainConfig, data)
-    except ConfigError as error:
-        raise ConfigError(f"space: {error}") from None
+    return validate(TrainConfig, data)
 
 
 def widest(config: SweepConfig) -> int:

@@ -3,6 +3,7 @@ driver writes down about it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,7 +24,10 @@ from zenray.recorder import RunRecord
 from zenray.sweeps import FLOORS, Outcome, SweepJournal, TrialLog, figures_of, score_of
 
 START_TIMEOUT_S = 120.0
-FIGURES = ("step", *FLOORS, "s_per_step", "reached", "score", "probe_s", "held_out_loss")
+THREAD_TIMEOUT_S = "60"
+"""How long Tune waits for a trial that was stopped early before its process takes the next one; ranks that do not leave
+are killed long before."""
+FIGURES = ("step", *FLOORS, "s_per_step", "block_s_per_step", "reached", "score", "probe_s", "held_out_loss")
 """What the record takes of a report; Tune adds a dozen of its own."""
 
 
@@ -34,6 +38,7 @@ def bundles_of(config: SweepConfig, resources: Mapping[str, float], point: Mappi
 
 def run_trial(point: dict[str, Any], *, config: SweepConfig, resources: Mapping[str, float]) -> None:
     """Train one point in the placement group that Tune reserved, and report after every block of steps."""
+    os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = THREAD_TIMEOUT_S
     settings = train_config(config.train, point)
     figures = TrialFigures(config)
 
@@ -79,6 +84,8 @@ class TrialFigures:
         )
         figures["wire_bytes_per_step"] = sum(self.log.bytes_by_phase(SUBJECT).values())
         figures["codec_s_per_step"] = self._codec_s
+        if not self.log.blocks[-1].warmup:
+            figures["block_s_per_step"] = self.log.blocks[-1].block_s / len(self.log.blocks[-1].losses)
         figures["probe_s"] = self.log.probe.get("seconds", 0.0)
         return figures | {"score": score_of(figures, self.config.weights)}
 

@@ -20,15 +20,12 @@ import yaml
 
 from collectives.errors import ConfigError
 from jobs.cluster import NamespaceCluster, connect
-from jobs.job import Run
+from jobs.job import LINK_RECORD, Run
 from jobs.links import ShapedBed, self_check, unavailable_reason
 from jobs.train_config import TrainConfig
 from placement.inventory import Strategy
 from zenray.config import Section
 from zenray.recorder import send_leftovers
-
-LINK_RECORD = "ZENRAY_LINK_RECORD"
-"""Environment variable by which the outer job tells the inner one what its links are, as JSON."""
 
 START_ALLOWANCE_S = 180.0
 """Added to the time limit of the training for starting nodes, workers and the record."""

@@ -13,7 +13,20 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from placement.ledger import DETACHED, Cells, add_entry, commit, count_bits, find, hold, lowest_bits, release, unhold
+from placement.ledger import (
+    WHOLE,
+    Cells,
+    add_entry,
+    commit,
+    count_bits,
+    find,
+    hold,
+    list_entries,
+    lowest_bits,
+    release,
+    set_usable,
+    unhold,
+)
 
 BACKFILL_DEPTH = 16
 """Waiting jobs of one class that are looked at for the reserved cards."""
@@ -75,6 +88,19 @@ class Hold(NamedTuple):
     """[N] int32, the first num_nodes are valid."""
 
 
+class Log(NamedTuple):
+    """What a pass decides. int32; E: cards of the cluster."""
+
+    placed: np.ndarray
+    """[S + 1] job slots in the order in which they were started."""
+    ends: np.ndarray
+    """[S + 1] where the entries of each end, if they are listed."""
+    nodes: np.ndarray
+    """[E] node of an entry; while the pass runs, the nodes of one placement."""
+    masks: np.ndarray
+    """[E] cards of an entry; while the pass runs, how many cards of each node."""
+
+
 @njit(nogil=True, cache=True)
 def enqueue(queue: Queue, slot: int) -> None:
     """Insert a job into its class by key; the usual case is the end."""
@@ -127,27 +153,18 @@ def measure_pool(tally: np.ndarray, pool: int, largest: np.ndarray, room: np.nda
         if tally[pool, free] > 0:
             largest[pool] = free
             for group in range(1, free + 1):
-                room[pool, group] += tally[pool, free] * (free // group * group)
+                room[pool, group] += tally[pool, free] * WHOLE[free, group - 1]
 
 
 @njit(nogil=True, cache=True)
-def _first_fit(
-    pools: np.ndarray,
-    gpus: np.ndarray,
-    groups: np.ndarray,
-    start: int,
-    end: int,
-    width: np.ndarray,
-    largest: np.ndarray,
-    room: np.ndarray,
-) -> int:
-    """The first plan from `start` to `end` of one class that its pool can take now, or -1."""
-    for k in range(start, end):
-        pool = pools[k]
-        if gpus[k] <= width[pool]:
-            if largest[pool] >= gpus[k]:
+def _first_fit(queue: Queue, c: int, start: int, width: np.ndarray, largest: np.ndarray, room: np.ndarray) -> int:
+    """The first plan of class `c`, from `start` on, that its pool can take now, or -1."""
+    for k in range(start, queue.num_options[c]):
+        pool, gpus = queue.option_pool[c, k], queue.option_gpus[c, k]
+        if gpus <= width[pool]:
+            if largest[pool] >= gpus:
                 return k
-        elif room[pool, groups[k]] >= gpus[k]:
+        elif room[pool, queue.option_tp[c, k]] >= gpus:
             return k
     return -1
 
@@ -179,53 +196,50 @@ def _take_reserved(cells: Cells, queue: Queue, held: Hold, now_s: float) -> bool
 
 
 @njit(nogil=True, cache=True)
-def _groups_free(num_free: int, group: int) -> int:
-    return num_free // group * group
+def _sift(heap: np.ndarray, size: int, root: int, key: np.ndarray) -> None:
+    """Let heap[root] sink to where no child among the first `size` has a smaller key."""
+    item = heap[root]
+    while 2 * root + 1 < size:
+        child = 2 * root + 1
+        if child + 1 < size and key[heap[child + 1]] < key[heap[child]]:
+            child += 1
+        if key[heap[child]] >= key[item]:
+            break
+        heap[root], root = heap[child], child
+    heap[root] = item
 
 
 @njit(nogil=True, cache=True)
-def reserve(cells: Cells, queue: Queue, held: Hold, slot: int, takes: np.ndarray) -> bool:
+def reserve(
+    cells: Cells, queue: Queue, held: Hold, slot: int, largest: np.ndarray, room: np.ndarray, takes: np.ndarray
+) -> bool:
     """Find the earliest start of a job by the predicted finishes of those that run, and keep its nodes.
 
     Running jobs are given back in order of finish on a copy of the free counts, until some plan fits. False if no plan
-    ever fits, even on the empty cluster.
+    ever fits, even on the empty cluster. largest, room: as `measure_pool` wrote them; they are used up.
     """
-    c, num_nodes = queue.class_of[slot], cells.pool.shape[0]
-    num_pools, widest = cells.width.shape[0], cells.tally.shape[1] - 1
-    free = np.zeros(num_nodes, np.int32)
-    room = np.zeros((num_pools, widest + 1), np.int32)
-    largest = np.zeros(num_pools, np.int32)
-    for node in range(num_nodes):
-        if cells.after[node] != DETACHED:
-            free[node] = cells.num_free[node]
-            pool = cells.pool[node]
+    c, free = queue.class_of[slot], cells.num_free.copy()
+    heap = np.flatnonzero(queue.option >= 0)
+    size = heap.shape[0]
+    for root in range(size // 2 - 1, -1, -1):
+        _sift(heap, size, root, queue.finish_s)
+    start_s = -np.inf
+    chosen = _first_fit(queue, c, 0, cells.width, largest, room)
+    while chosen < 0 and size > 0:
+        done, size = heap[0], size - 1
+        heap[0] = heap[size]
+        _sift(heap, size, 0, queue.finish_s)
+        start_s = queue.finish_s[done]
+        entry = cells.job_entry[done]
+        while entry >= 0:
+            node = cells.entry_node[entry]
+            before, pool = free[node], cells.pool[node]
+            free[node] += count_bits(cells.entry_mask[entry] & cells.usable[node])
             largest[pool] = max(largest[pool], free[node])
             for group in range(1, free[node] + 1):
-                room[pool, group] += _groups_free(free[node], group)
-    running = np.flatnonzero(queue.option >= 0)
-    order = np.argsort(queue.finish_s[running])
-    chosen, start_s = -1, -np.inf
-    for turn in range(-1, order.shape[0]):
-        if turn >= 0:
-            done = running[order[turn]]
-            start_s = queue.finish_s[done]
-            entry = cells.job_entry[done]
-            while entry >= 0:
-                node = cells.entry_node[entry]
-                before, pool = free[node], cells.pool[node]
-                free[node] += count_bits(cells.entry_mask[entry] & cells.usable[node])
-                largest[pool] = max(largest[pool], free[node])
-                for group in range(1, free[node] + 1):
-                    room[pool, group] += _groups_free(free[node], group) - _groups_free(before, group)
-                entry = cells.entry_after[entry]
-        for k in range(queue.num_options[c]):
-            pool, gpus = queue.option_pool[c, k], queue.option_gpus[c, k]
-            fits = largest[pool] >= gpus if gpus <= cells.width[pool] else room[pool, queue.option_tp[c, k]] >= gpus
-            if fits:
-                chosen = k
-                break
-        if chosen >= 0:
-            break
+                room[pool, group] += WHOLE[free[node], group - 1] - WHOLE[before, group - 1]
+            entry = cells.entry_after[entry]
+        chosen = _first_fit(queue, c, 0, cells.width, largest, room)
     if chosen < 0:
         return False
     held.slot[0], held.option[0], held.start_s[0] = slot, chosen, start_s
@@ -247,9 +261,11 @@ def _hold_nodes(cells: Cells, queue: Queue, held: Hold, free: np.ndarray, takes:
         held.nodes[0], takes[0], used = best, gpus, 1
     else:
         rest = gpus
-        for take in range(_groups_free(cells.width[pool], group), 0, -group):
+        for take in range(WHOLE[cells.width[pool], group - 1], 0, -group):
             for node in range(free.shape[0]):
-                if rest > 0 and cells.pool[node] == pool and _groups_free(free[node], group) == take:
+                if rest == 0:
+                    break
+                if cells.pool[node] == pool and WHOLE[free[node], group - 1] == take:
                     held.nodes[used], takes[used] = node, min(take, rest)
                     rest -= takes[used]
                     used += 1
@@ -300,6 +316,18 @@ def _most_idle(cells: Cells, held: Hold) -> int:
 
 
 @njit(nogil=True, cache=True)
+def _measure(cells: Cells, largest: np.ndarray, room: np.ndarray) -> None:
+    for pool in range(largest.shape[0]):
+        measure_pool(cells.tally, pool, largest, room)
+
+
+@njit(nogil=True, cache=True)
+def _head_key(queue: Queue, c: int) -> float:
+    """Priority of a class's first job, or infinity if none waits."""
+    return queue.key[queue.first[c]] if queue.first[c] >= 0 else np.inf
+
+
+@njit(nogil=True, cache=True)
 def run_pass(
     cells: Cells,
     queue: Queue,
@@ -308,61 +336,69 @@ def run_pass(
     now_s: float,
     patience_s: float,
     may_reserve: bool,
-    placed: np.ndarray,
-    nodes: np.ndarray,
-    takes: np.ndarray,
+    log: Log,
 ) -> int:
-    """Start what fits, best priority first; returns how many slots were written to `placed`.
+    """Start what fits, best priority first; returns how many slots were written to `log.placed`.
 
     open_classes bool [C]: classes that might fit; cleared as they turn out not to. may_reserve: whether a blocked job
     that waited min(patience_s, 3 x its predicted run) gets the reservation, if there is none. What failed once in a
     pass, class or plan, is not tried again: free cards only shrink, except when a reservation is given up.
     """
     num, num_classes = 0, queue.first.shape[0]
-    cursor = np.zeros(num_classes, np.int32)
+    cursor, keys = np.zeros(num_classes, np.int32), np.empty(num_classes)
     largest, room = np.zeros(cells.width.shape[0], np.int32), np.zeros(cells.tally.shape, np.int32)
     if held.slot[0] >= 0:
         slot = held.slot[0]
         if _take_reserved(cells, queue, held, now_s):
-            placed[num] = slot
+            log.placed[num] = slot
             num += 1
             open_classes[:] = True
-    for pool in range(largest.shape[0]):
-        measure_pool(cells.tally, pool, largest, room)
+    _measure(cells, largest, room)
+    for i in range(num_classes):
+        keys[i] = _head_key(queue, i) if open_classes[i] else np.inf
     while True:
         c, least = -1, np.inf
         for i in range(num_classes):
-            if open_classes[i] and queue.first[i] >= 0 and queue.key[queue.first[i]] < least:
-                c, least = i, queue.key[queue.first[i]]
+            if keys[i] < least:
+                c, least = i, keys[i]
         if c < 0:
+            open_classes[:] = False
             return num
         slot = queue.first[c]
-        pools, gpus, groups = queue.option_pool[c], queue.option_gpus[c], queue.option_tp[c]
-        option = _first_fit(pools, gpus, groups, cursor[c], queue.num_options[c], cells.width, largest, room)
+        option = _first_fit(queue, c, cursor[c], cells.width, largest, room)
         if option >= 0:
             cursor[c] = option
-            used = find(cells, pools[option], gpus[option], groups[option], nodes, takes)
-            commit(cells, slot, used, nodes, takes, queue.option_bytes[c, option])
-            measure_pool(cells.tally, pools[option], largest, room)
+            pool = queue.option_pool[c, option]
+            used = find(cells, pool, queue.option_gpus[c, option], queue.option_tp[c, option], log.nodes, log.masks)
+            commit(cells, slot, used, log.nodes, log.masks, queue.option_bytes[c, option])
+            measure_pool(cells.tally, pool, largest, room)
             _start(queue, slot, option, now_s)
-            placed[num] = slot
+            keys[c] = _head_key(queue, c)
+            log.placed[num] = slot
             num += 1
             if slot == held.slot[0]:
                 drop_hold(cells, held)
-                open_classes[:] = True
                 cursor[:] = 0
-                for pool in range(largest.shape[0]):
-                    measure_pool(cells.tally, pool, largest, room)
+                _measure(cells, largest, room)
+                for i in range(num_classes):
+                    keys[i] = _head_key(queue, i)
             continue
-        open_classes[c] = False
+        keys[c] = np.inf
         if may_reserve and held.slot[0] < 0 and queue.num_options[c] > 0:
             patience = min(patience_s, 3.0 * queue.num_steps[slot] * queue.option_step_s[c, 0])
             if now_s - queue.submit_s[slot] >= patience:
-                reserve(cells, queue, held, slot, takes)
-                for pool in range(largest.shape[0]):
-                    measure_pool(cells.tally, pool, largest, room)
+                reserve(cells, queue, held, slot, largest, room, log.masks)
+                _measure(cells, largest, room)
         if held.slot[0] >= 0 and queue.pools[c, cells.pool[held.nodes[0]]]:
-            num = _backfill(cells, queue, held, c, now_s, placed, num)
+            num = _backfill(cells, queue, held, c, now_s, log.placed, num)
+
+
+@njit(nogil=True, cache=True)
+def event_pass(cells: Cells, queue: Queue, held: Hold, open_classes: np.ndarray, now_s: float, log: Log) -> int:
+    """A pass that makes no reservation and lists the cards of what it starts: one call for all that an event needs."""
+    num: int = run_pass(cells, queue, held, open_classes, now_s, np.inf, False, log)
+    list_entries(cells, log.placed[:num], log.ends, log.nodes, log.masks)
+    return num
 
 
 @njit(nogil=True, cache=True)
@@ -374,9 +410,7 @@ def finish_pass(
     touched: np.ndarray,
     open_classes: np.ndarray,
     now_s: float,
-    placed: np.ndarray,
-    nodes: np.ndarray,
-    takes: np.ndarray,
+    log: Log,
 ) -> int:
     """A job is gone: free its cards and start what may fit now in the pools it touched."""
     touched[:] = False
@@ -387,5 +421,31 @@ def finish_pass(
         for pool in range(touched.shape[0]):
             may = may or (touched[pool] and queue.pools[c, pool])
         open_classes[c] = may
-    num: int = run_pass(cells, queue, held, open_classes, now_s, np.inf, False, placed, nodes, takes)
+    num: int = event_pass(cells, queue, held, open_classes, now_s, log)
+    return num
+
+
+@njit(nogil=True, cache=True)
+def node_pass(
+    cells: Cells,
+    queue: Queue,
+    held: Hold,
+    node: int,
+    usable: int,
+    hit: np.ndarray,
+    touched: np.ndarray,
+    open_classes: np.ndarray,
+    now_s: float,
+    log: Log,
+) -> int:
+    """The cards of a node that may be given away change to the mask `usable`; start what may fit now.
+
+    hit int32 [n]: the jobs that lose a card by it; all their cards go back and they queue again at their old place.
+    """
+    set_usable(cells, node, usable)
+    for slot in hit:
+        release(cells, slot, touched)
+        queue.option[slot] = -1
+        enqueue(queue, slot)
+    num: int = event_pass(cells, queue, held, open_classes, now_s, log)
     return num

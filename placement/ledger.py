@@ -22,6 +22,10 @@ from placement.jobs import MAX_GPUS_PER_NODE, NodeSpec
 
 NOBODY = -1
 DETACHED = -2
+WHOLE = np.array(
+    [[free // group * group for group in range(1, MAX_GPUS_PER_NODE + 1)] for free in range(MAX_GPUS_PER_NODE + 1)]
+)
+"""WHOLE[free, group - 1]: how many of `free` cards make whole groups, int64. A table, as divisions took time."""
 
 
 class Cells(NamedTuple):
@@ -38,9 +42,9 @@ class Cells(NamedTuple):
     tally: np.ndarray
     """[P, W + 1] nodes by number of free cards."""
     head: np.ndarray
-    """[P, W + 1] first node of that list, or -1."""
+    """[P, W + 1] first node of that list, or -1; nodes without a free card are in no list."""
     after: np.ndarray
-    """[N] next node of its list; DETACHED if the node is down."""
+    """[N] next node of its list, or -1; DETACHED if the node is down."""
     before: np.ndarray
     """[N] previous node of its list."""
     held: np.ndarray
@@ -82,7 +86,7 @@ def unlink(cells: Cells, node: int) -> None:
     before, after = cells.before[node], cells.after[node]
     if before >= 0:
         cells.after[before] = after
-    else:
+    elif free > 0:
         cells.head[pool, free] = after
     if after >= 0:
         cells.before[after] = before
@@ -98,7 +102,8 @@ def link(cells: Cells, node: int) -> None:
     cells.before[node], cells.after[node] = -1, first
     if first >= 0:
         cells.before[first] = node
-    cells.head[pool, free] = node
+    if free > 0:
+        cells.head[pool, free] = node
     cells.tally[pool, free] += 1
 
 
@@ -128,11 +133,11 @@ def find(cells: Cells, pool: int, num_gpus: int, tp_group: int, nodes: np.ndarra
         return 0
     available = 0
     for free in range(tp_group, width + 1):
-        available += tally[free] * (free // tp_group) * tp_group
+        available += tally[free] * WHOLE[free, tp_group - 1]
     if available < num_gpus:
         return 0
     rest, used = num_gpus, 0
-    for take in range(width // tp_group * tp_group, 0, -tp_group):
+    for take in range(WHOLE[width, tp_group - 1], 0, -tp_group):
         for free in range(take, min(take + tp_group, width + 1)):
             node = head[free]
             while node >= 0 and rest > take:
@@ -173,28 +178,30 @@ def add_entry(cells: Cells, slot: int, node: int, mask: int) -> None:
 @njit(nogil=True, cache=True)
 def commit(cells: Cells, slot: int, used: int, nodes: np.ndarray, takes: np.ndarray, memory_bytes: int) -> None:
     """Give what `find` chose to a job slot. Written out in one loop: it is most of a large pass."""
-    pools, free, num_free, owner = cells.pool, cells.free, cells.num_free, cells.owner
-    after, before, tally, head = cells.after, cells.before, cells.tally, cells.head
+    free, num_free, owner, after, before = cells.free, cells.num_free, cells.owner, cells.after, cells.before
     entry_node, entry_mask, entry_after = cells.entry_node, cells.entry_mask, cells.entry_after
+    pool = cells.pool[nodes[0]]
+    tally, head = cells.tally[pool], cells.head[pool]
     entry, last = cells.spare[0], cells.job_entry[slot]
     for i in range(used):
         node, take = nodes[i], takes[i]
-        pool, have, idle = pools[node], num_free[node], free[node]
+        have, idle = num_free[node], free[node]
         mask = idle if take == have else lowest_bits(idle, take)
         left, right = before[node], after[node]
         if left >= 0:
             after[left] = right
         else:
-            head[pool, have] = right
+            head[have] = right
         if right >= 0:
             before[right] = left
-        first = head[pool, have - take]
+        first = head[have - take]
         before[node], after[node] = -1, first
         if first >= 0:
             before[first] = node
-        head[pool, have - take] = node
-        tally[pool, have] -= 1
-        tally[pool, have - take] += 1
+        if take < have:
+            head[have - take] = node
+        tally[have] -= 1
+        tally[have - take] += 1
         free[node], num_free[node] = idle & ~mask, have - take
         following = entry_after[entry]
         entry_node[entry], entry_mask[entry], entry_after[entry] = node, mask, last
@@ -242,7 +249,7 @@ def release(cells: Cells, slot: int, touched: np.ndarray) -> None:
 
 @njit(nogil=True, cache=True)
 def list_entries(cells: Cells, slots: np.ndarray, ends: np.ndarray, nodes: np.ndarray, masks: np.ndarray) -> int:
-    """Write node and card mask of every entry of these jobs, job after job; ends[i] is where job i's end.
+    """Write node and card mask of every entry of these jobs, job after job; ends[i] is where those of job i end.
 
     Returns how many there are; nodes and masks have room for every entry of the ledger.
     """
@@ -351,14 +358,9 @@ class Ledger:
     def cards(self, slots: Sequence[int] | np.ndarray) -> list[tuple[tuple[int, int], ...]]:
         """(node index, card mask) of each job slot, nodes ascending: one tuple of pairs per slot."""
         wanted = np.asarray(slots, np.int32)
-        ends = np.zeros(len(wanted), np.int64)
+        ends = np.zeros(len(wanted), np.int32)
         used = list_entries(self.cells, wanted, ends, self._entry_nodes, self._entry_masks)
-        pairs = list(zip(self._entry_nodes[:used].tolist(), self._entry_masks[:used].tolist(), strict=True))
-        begin, result = 0, []
-        for end in ends.tolist():
-            result.append(tuple(sorted(pairs[begin:end])))
-            begin = end
-        return result
+        return split_entries(ends, self._entry_nodes[:used], self._entry_masks[:used])
 
     def owners(self, node: int) -> list[int]:
         """Job slots with a card on this node."""
@@ -398,6 +400,16 @@ class Ledger:
         self._resize_scratch()
         self.set_usable(node, (1 << spec.num_gpus) - 1)
         return node
+
+
+def split_entries(ends: np.ndarray, nodes: np.ndarray, masks: np.ndarray) -> list[tuple[tuple[int, int], ...]]:
+    """(node index, card mask) pairs of each job, nodes ascending, from what `list_entries` wrote."""
+    pairs = list(zip(nodes.tolist(), masks.tolist(), strict=True))
+    begin, result = 0, []
+    for end in ends.tolist():
+        result.append((pairs[begin],) if end == begin + 1 else tuple(sorted(pairs[begin:end])))
+        begin = end
+    return result
 
 
 def _fresh_cells(pool: np.ndarray, widths: np.ndarray, num_pools: int) -> Cells:

@@ -14,9 +14,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from placement.errors import PlacementError
-from placement.has import Hold, Queue, dequeue, drop_hold, enqueue, finish_pass, run_pass
+from placement.has import (
+    Hold,
+    Log,
+    Queue,
+    dequeue,
+    drop_hold,
+    enqueue,
+    event_pass,
+    finish_pass,
+    node_pass,
+    run_pass,
+)
 from placement.jobs import Blocker, Explanation, JobClass, JobSpec, NodeSpec, PlanOption, Start
-from placement.ledger import DETACHED, Ledger, release
+from placement.ledger import DETACHED, Ledger, release, split_entries
 
 PATIENCE_S = 1800.0
 """A blocked job that waited this long, or three times its predicted run if that is shorter, gets the reservation."""
@@ -83,7 +94,7 @@ class Scheduler:
             return []
         self._open[:] = False
         self._open[c] = True
-        return self._run(now_s, may_reserve=False)
+        return self._run(now_s)
 
     def submit_all(self, specs: Sequence[JobSpec]) -> None:
         """Queue many jobs without trying to start them: the next `tick` does."""
@@ -115,8 +126,10 @@ class Scheduler:
         """
         drop_hold(self.ledger.cells, self._hold)
         self._open[:] = True
-        num = self._pass(now_s, may_reserve=True)
-        return self._placed[:num].copy()
+        num = run_pass(
+            self.ledger.cells, self._queue, self._hold, self._open, now_s, self.patience_s, True, self._log
+        )  # fmt: skip
+        return self._log.placed[:num].copy()
 
     def start_of(self, slot: int) -> Start:
         """The decision for a running job slot: plan and cards."""
@@ -124,12 +137,7 @@ class Scheduler:
 
     def starts_of(self, slots: np.ndarray) -> list[Start]:
         """The decisions for running job slots, int32 [n], such as `tick` returns."""
-        nodes, starts = self.ledger.nodes, []
-        for slot, cards in zip(slots.tolist(), self.ledger.cards(slots), strict=True):
-            spec = self._specs[slot]
-            assert spec is not None
-            starts.append(Start(spec.job_id, self._plan(slot), cards, nodes))
-        return starts
+        return self._starts(slots, self.ledger.cards(slots))
 
     def failed(self, job_id: str, now_s: float) -> list[Start]:
         """A started job could not start or lost its cards: all of them go back and it queues again at its old place.
@@ -154,33 +162,24 @@ class Scheduler:
         if self.ledger.cells.promised[node]:
             drop_hold(self.ledger.cells, self._hold)
         hit = self.ledger.owners(node)
-        self.ledger.set_usable(node, 0)
-        for job_id in [job_id for job_id, (shadow, _) in self._moves.items() if shadow in hit]:
-            self._cancel_move(job_id)
-        jobs = []
-        for slot in hit:
-            spec = self._specs[slot]
-            if spec is not None:
-                self._cancel_move(spec.job_id)
-                release(self.ledger.cells, slot, self._touched)
-                self._queue.option[slot] = -1
-                enqueue(self._queue, slot)
-                jobs.append(spec.job_id)
+        for job_id, (shadow, _) in list(self._moves.items()):
+            if shadow in hit or self._jobs[job_id] in hit:
+                self._cancel_move(job_id)
+                hit = self.ledger.owners(node)
         self._open[:] = True
-        return jobs, self._run(now_s, may_reserve=False)
+        starts = self._change_node(node, 0, hit, now_s)
+        return [spec.job_id for slot in hit if (spec := self._specs[slot]) is not None], starts
 
     def node_joined(self, name: str, now_s: float) -> list[Start]:
         """A known node is back, with all its cards."""
-        node = self._node(name)
-        self.ledger.set_usable(node, (1 << self.ledger.nodes[node].num_gpus) - 1)
-        return self._after_growth(node, now_s)
+        return self._grow(self._node(name), now_s)
 
     def add_node(self, spec: NodeSpec, now_s: float) -> list[Start]:
         """A new node of a known GPU type; O(nodes), unlike the other events."""
         node = self.ledger.add_node(spec)
         self._hold = self._hold._replace(nodes=np.append(self._hold.nodes, np.int32(0)))
         self._resize_scratch()
-        return self._after_growth(node, now_s)
+        return self._grow(node, now_s)
 
     def card_filled(self, name: str, gpu: int, filled: bool, now_s: float) -> list[Start]:
         """An outside process took memory of a card, or let go of it: a filled card is given to nobody."""
@@ -190,8 +189,8 @@ class Scheduler:
         if self.ledger.cells.promised[node]:
             drop_hold(self.ledger.cells, self._hold)
         usable = int(self.ledger.cells.usable[node])
-        self.ledger.set_usable(node, usable & ~(1 << gpu) if filled else usable | 1 << gpu)
-        return [] if filled else self._after_growth(node, now_s)
+        self._open[:] = self._queue.pools[:, self.ledger.cells.pool[node]] & (not filled)
+        return self._change_node(node, usable & ~(1 << gpu) if filled else usable | 1 << gpu, (), now_s)
 
     def begin_move(self, job_id: str, option: PlanOption) -> Move:
         """Take the cards of another plan for a running job while it still holds its own; nothing is freed yet."""
@@ -234,7 +233,7 @@ class Scheduler:
         release(cells, shadow, self._touched)
         self._spare.append(shadow)
         self._open[:] = self._queue.pools @ self._touched
-        return self._run(now_s, may_reserve=False)
+        return self._run(now_s)
 
     def running(self) -> list[RunningJob]:
         """What a resize policy needs of every job that runs and is not moving, by slot."""
@@ -290,14 +289,12 @@ class Scheduler:
     def _free(self, job_id: str, slot: int, now_s: float) -> list[Start]:
         """Take a running job's cards, and those of its move; start what may now fit."""
         moved = self._cancel_move(job_id)
-        num = finish_pass(
-            self.ledger.cells, self._queue, self._hold, slot, self._touched, self._open, now_s, self._placed,
-            self._nodes, self._takes,
-        )  # fmt: skip
-        started = self.starts_of(self._placed[:num]) if num else []
+        cells, queue = self.ledger.cells, self._queue
+        num = finish_pass(cells, queue, self._hold, slot, self._touched, self._open, now_s, self._log)
+        started = self._listed(num)
         if moved:
             self._open[:] = True
-            started += self._run(now_s, may_reserve=False)
+            started += self._run(now_s)
         return started
 
     def _cancel_move(self, job_id: str) -> bool:
@@ -309,21 +306,36 @@ class Scheduler:
         self._spare.append(shadow)
         return True
 
-    def _after_growth(self, node: int, now_s: float) -> list[Start]:
+    def _grow(self, node: int, now_s: float) -> list[Start]:
+        """All cards of a node may be given away."""
         self._open[:] = self._queue.pools[:, self.ledger.cells.pool[node]]
-        return self._run(now_s, may_reserve=False)
+        return self._change_node(node, (1 << self.ledger.nodes[node].num_gpus) - 1, (), now_s)
 
-    def _run(self, now_s: float, may_reserve: bool) -> list[Start]:
-        num = self._pass(now_s, may_reserve)
-        return self.starts_of(self._placed[:num]) if num else []
+    def _change_node(self, node: int, usable: int, hit: Sequence[int], now_s: float) -> list[Start]:
+        slots = np.array(hit, np.int32)
+        cells, queue = self.ledger.cells, self._queue
+        num = node_pass(cells, queue, self._hold, node, usable, slots, self._touched, self._open, now_s, self._log)
+        return self._listed(num)
 
-    def _pass(self, now_s: float, may_reserve: bool) -> int:
-        return int(
-            run_pass(
-                self.ledger.cells, self._queue, self._hold, self._open, now_s, self.patience_s, may_reserve,
-                self._placed, self._nodes, self._takes,
-            )
-        )  # fmt: skip
+    def _run(self, now_s: float) -> list[Start]:
+        return self._listed(event_pass(self.ledger.cells, self._queue, self._hold, self._open, now_s, self._log))
+
+    def _listed(self, num: int) -> list[Start]:
+        """The decisions that an event's pass wrote to the log."""
+        if num == 0:
+            return []
+        log = self._log
+        used = log.ends[num - 1]
+        return self._starts(log.placed[:num], split_entries(log.ends[:num], log.nodes[:used], log.masks[:used]))
+
+    def _starts(self, slots: np.ndarray, cards: Sequence[tuple[tuple[int, int], ...]]) -> list[Start]:
+        nodes, option, starts = self.ledger.nodes, self._queue.option.item, []
+        for slot, pairs in zip(slots.tolist(), cards, strict=True):
+            spec = self._specs[slot]
+            assert spec is not None
+            plans = self._plans[self._class_index[spec.class_name]]
+            starts.append(Start(spec.job_id, plans[option(slot)], pairs, nodes))
+        return starts
 
     def _plan(self, slot: int) -> PlanOption:
         return self._plans[int(self._queue.class_of[slot])][int(self._queue.option[slot])]
@@ -360,9 +372,8 @@ class Scheduler:
         self._jobs[spec.job_id] = slot
 
     def _resize_scratch(self) -> None:
-        self._placed = np.zeros(len(self._queue.key) + 1, np.int32)
-        self._nodes = np.zeros(len(self.ledger.nodes), np.int32)
-        self._takes = np.zeros(len(self.ledger.nodes), np.int32)
+        slots, cards = len(self._queue.key) + 1, len(self.ledger.cells.entry_node)
+        self._log = Log(*(np.zeros(size, np.int32) for size in (slots, slots, cards, cards)))
         self._open = np.zeros(len(self.classes), np.bool_)
         self._touched = np.zeros(len(self.ledger.pools), np.bool_)
 

@@ -1,21 +1,29 @@
-"""`zenray doctor | plan | submit | status | cancel`: a model and a batch in, cards out. Also `python -m zenray`."""
+"""`zenray doctor | plan | submit | status | cancel | report`: a model and a batch in, cards out. Also `python -m zenray`."""
 
 import importlib.util
 import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperCommand
 
 from collectives.errors import ConfigError, ZenrayError
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("collectives", "placement", "actors", "zenray", "jobs")
+RAY_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_NUM_REDIS_GET_RETRIES": "2",  # attempts to join a cluster, a second each
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # what went wrong is said once, by us
+}
 MAX_PLANS = 10
 MAX_REJECTED = 12
 
@@ -24,7 +32,52 @@ File = Annotated[Path, typer.Argument(help="A job or plan file, YAML.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value or section.key=value")]
 
 
-@app.command()
+class KeysCommand(TyperCommand):
+    """A command whose --help ends with the keys of its file."""
+
+    def get_help(self, ctx: click.Context) -> str:
+        """As Typer writes it, and the keys."""
+        return "\n".join(filter(None, [super().get_help(ctx), *self.keys()]))
+
+    @staticmethod
+    def keys() -> list[str]:
+        """Those of a job file."""
+        from zenray.config import describe_keys
+        from zenray.job_config import JobConfig
+
+        return ["", "Keys of a job file (examples/job.yaml, examples/model.yaml):", *describe_keys(JobConfig)]
+
+
+class PlanCommand(KeysCommand):
+    """Of `plan`, which reads two kinds of files."""
+
+    @staticmethod
+    def keys() -> list[str]:
+        """Those of a plan file, then those of a job file."""
+        from zenray.config import describe_keys
+        from zenray.job_config import PlanConfig
+
+        plan_keys = ["", "Keys of a plan file (examples/plan.yaml):", *describe_keys(PlanConfig)]
+        return [*plan_keys, *KeysCommand.keys()]
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version, and end."""
+    if wanted:
+        typer.echo(f"zenray {version('zenray-train')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Memory-aware training jobs on Ray."""
+
+
+@app.command(cls=PlanCommand)
 def plan(
     file: File,
     overrides: Overrides = None,
@@ -60,7 +113,7 @@ def plan(
     raise typer.Exit(0 if found.plans else 1)
 
 
-@app.command()
+@app.command(cls=KeysCommand)
 def submit(
     file: File,
     overrides: Overrides = None,
@@ -175,7 +228,8 @@ def check_rooms() -> None:
 
 def main() -> None:
     """Entry point: exit code 2 for wrong input, 1 for what failed."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)
     try:
         check_rooms()
         app()

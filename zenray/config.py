@@ -20,6 +20,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from collectives.errors import ConfigError
 
 MAX_CONFIG_BYTES = 1 << 20
+HINT_CUTOFF = 0.6
+"""Similarity from which a known word is offered for an unknown one."""
 
 
 class Section(BaseModel):
@@ -174,12 +176,38 @@ def _explain(model: type[Section], error: ValidationError, path: Path | None, li
         place = f"{path}:{lines[key]}: " if path and key in lines else ""
         if item["type"] == "extra_forbidden":
             known = _known_keys(model)
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            near = difflib.get_close_matches(key, known, n=1, cutoff=HINT_CUTOFF)
             hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
             messages.append(f"{place}unknown key '{key}'; {hint}")
         else:
-            messages.append(f"{place}'{key}' = {item.get('input')!r}: {item['msg']}")
+            messages.append(f"{place}'{key}' = {item.get('input')!r}: {item['msg']}{_value_hint(item)}")
     return "bad configuration: " + "; ".join(messages)
+
+
+def _value_hint(item: Any) -> str:
+    """The nearest of the values that a key may take, where it takes one of a few words."""
+    if item["type"] != "literal_error" or not isinstance(item["input"], str):
+        return ""
+    words = re.findall(r"'([^']*)'", item["ctx"]["expected"])
+    near = difflib.get_close_matches(item["input"], words, n=1, cutoff=HINT_CUTOFF)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def describe_keys(model: type[Section], prefix: str = "") -> list[str]:
+    """Every key of `model` and of its sections, two lines each: the default, and what it means."""
+    lines = []
+    for key, info in model.model_fields.items():
+        sections = [part for part in (info.annotation, *typing.get_args(info.annotation)) if _is_section(part)]
+        if not sections or info.default is None:
+            default = "required" if info.is_required() else f"= {info.get_default(call_default_factory=True)}"
+            lines.append(f"  {prefix}{key} {default}\n      {' '.join((info.description or '').split())}".rstrip())
+        for section in sections:
+            lines += describe_keys(section, f"{prefix}{key}.")
+    return lines
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def _known_keys(model: type[Section], prefix: str = "") -> list[str]:
@@ -187,6 +215,6 @@ def _known_keys(model: type[Section], prefix: str = "") -> list[str]:
     for name, info in model.model_fields.items():
         keys.append(prefix + name)
         for candidate in (info.annotation, *typing.get_args(info.annotation)):
-            if isinstance(candidate, type) and issubclass(candidate, Section):
+            if _is_section(candidate):
                 keys += _known_keys(candidate, f"{prefix}{name}.")
     return keys

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
@@ -16,6 +18,8 @@ from zenray.head import check_cluster_address
 SCHEDULER_NAME = "zenray/scheduler"
 SCHEDULER_NAMESPACE = "zenray"
 CALL_S = 60.0
+ANSWER_S = 3.0
+"""For a cluster to accept a connection."""
 
 
 class QueueMissing(ZenrayError):
@@ -31,11 +35,13 @@ def connected() -> Iterator[QueueClient]:
     address = os.environ.get("RAY_ADDRESS", "auto")
     check_cluster_address(address)
     try:
+        if (place := urlsplit(f"//{address}")).port is not None:  # Ray itself waits more than a minute for nobody
+            socket.create_connection((place.hostname or "", place.port), timeout=ANSWER_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ray.exceptions.RaySystemError) as error:
-        raise QueueMissing(
-            f"no Ray cluster answers at {address}: {error}. Set RAY_ADDRESS, or start the queue."
-        ) from None
+    except (OSError, ray.exceptions.RaySystemError) as error:
+        why = str(error).strip().splitlines()[0].rstrip(".")
+        where = "on this host" if address == "auto" else f"at {address}"
+        raise QueueMissing(f"no Ray cluster answers {where}: {why}. Set RAY_ADDRESS, or start the queue.") from None
     try:
         yield QueueClient()
     finally:

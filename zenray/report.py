@@ -13,6 +13,7 @@ import io
 import json
 import re
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,13 +21,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import requests
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from zenray.plots import COLOURS
 from zenray.recorder import default_uri
+from zenray.redact import redact_text
 from zenray.tracking import TrackingError, connect
 
+ANSWER_S = 5.0
+"""A server that says nothing for so long is taken for absent."""
+MAX_CAUSE_CHARS = 300
 MAX_CHILDREN = 200
 MAX_CURVES = 12
 MAX_ROWS = 200
@@ -57,10 +63,18 @@ class RunPage:
 def write_report(run: str, out: Path | None, uri: str | None = None) -> Path:
     """Find a run by its id or its name (the newest of that name), write its page, and return where.
 
-    Without `out` the page is below runs/. Raises TrackingError where there is no such run, or no writing.
+    Without `out` the page is below runs/. Raises TrackingError where there is no such run, no store that answers, or no
+    writing.
     """
-    client = connect(uri or default_uri())
-    page = read_page(client, find_run(client, run))
+    uri = uri or default_uri()
+    check_answers(uri)
+    client = connect(uri)
+    try:
+        page = read_page(client, find_run(client, run))
+    except TrackingError:
+        raise
+    except Exception as error:  # MLflow's own, whose class this file does not import
+        raise _unusable(uri, error) from None
     path = out or Path("runs", f"report-{page.run.info.run_id[:8]}.html")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,6 +82,24 @@ def write_report(run: str, out: Path | None, uri: str | None = None) -> Path:
     except OSError as error:
         raise TrackingError(f"cannot write {path}: {error.strerror}. Choose another file with --out.") from None
     return path
+
+
+def check_answers(uri: str) -> None:
+    """Raises TrackingError at once where nobody listens, which MLflow's client says only after several attempts."""
+    if not uri.startswith(("http://", "https://")):
+        return
+    try:
+        requests.get(uri, timeout=ANSWER_S)
+    except requests.RequestException as error:
+        raise _unusable(uri, error) from None
+
+
+def _unusable(uri: str, error: Exception) -> TrackingError:
+    cause = textwrap.shorten(redact_text(str(error)), MAX_CAUSE_CHARS, placeholder=" [...]")
+    return TrackingError(
+        f"the store {redact_text(uri)} does not answer as it should: {type(error).__name__}: {cause}. Start it, or set "
+        f"MLFLOW_TRACKING_URI to where the record is"
+    )
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

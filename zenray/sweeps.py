@@ -60,6 +60,25 @@ def score_of(figures: Mapping[str, float], weights: Mapping[str, float]) -> floa
     return total if math.isfinite(total) else math.inf
 
 
+def gain_text(best: TrialLog, reference: TrialLog, weights: Mapping[str, float]) -> str:
+    """What is behind the score of the best trial: nothing, a difference that the reference shows from block to block by
+    itself, or a gain. The spread is that of the pace of its timed blocks, weighted as the score weighs the time."""
+    if best is reference:
+        return ", the reference itself: no trial was better"
+    gain = reference.last["score"] - best.last["score"]
+    blocks = [report for report in reference.reports if "block_s_per_step" in report and "held_out_loss" not in report]
+    paces = [report["block_s_per_step"] for report in blocks]
+    if len(paces) < 2:
+        return f" (score {gain:.3f} below the reference's, which has too few blocks to tell that from noise)"
+    spread = weights.get("time_to_loss_s", 0.0) * math.log(max(paces) / min(paces))
+    if gain <= spread:
+        return (
+            f" (score {gain:.3f} below the reference's, whose own blocks differ by {spread:.3f}: that shows no gain; "
+            f"raise train.steps)"
+        )
+    return f" (score {gain:.3f} below the reference's, whose own blocks differ by {spread:.3f})"
+
+
 def pareto_front(points: Sequence[Sequence[float]]) -> list[int]:
     """Positions of the points that no other is as good as everywhere and better than somewhere; smaller is better.
 

@@ -14,6 +14,7 @@ from collectives.gpucheck.report import Row
 from collectives.kernels import rows, twins
 from collectives.kernels.hashing import HashedOwners
 from collectives.kernels.idsets import decode_bitmap, encode_bitmap, partition_by_owner
+from collectives.transport import as_bytes
 
 CODECS: dict[str, Codec] = {
     "int8b": Int8Block(),
@@ -48,7 +49,7 @@ def hard_inputs(numel: int) -> dict[str, Tensor]:
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
     """Equal bytes, on whatever devices."""
-    return torch.equal(*(t.cpu().view(-1).view(torch.uint8) for t in (ours, theirs)))
+    return torch.equal(*(as_bytes(t.cpu()) for t in (ours, theirs)))
 
 
 def codec_faults(codec: Codec, oracle: Codec, x: Tensor, device: torch.device) -> list[str]:

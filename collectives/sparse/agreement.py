@@ -106,18 +106,19 @@ def negotiate(
     gathered along the way. Raises CollectiveMismatch on all ranks.
     """
     table = all_gather_records(transport, METADATA, _record(rows, name, op, step, layout, extra))
-    records = [dict(zip(FIELDS, map(int, line), strict=False)) for line in table]
     damaged = [rank for rank, line in enumerate(table) if line[-1] != _checksum(line[:-1])]
     if damaged:
         raise CollectiveMismatch(f"'{name}': the metadata of rank(s) {damaged} arrived damaged; check the network")
-    invalid = [rank for rank, record in enumerate(records) if record["layout"] == Layout.INVALID]
+    column = dict(zip(FIELDS, table.T, strict=False))
+    invalid = np.flatnonzero(column["layout"] == Layout.INVALID).tolist()
     if invalid:
         raise CollectiveMismatch(
             f"rank(s) {', '.join(map(str, invalid))} could not offer a gradient for '{name}' in step {step}; "
             f"their own error says why. No data was sent."
         )
-    differing = [field for field in MUST_AGREE if len({record[field] for record in records}) > 1]
-    if differing:
+    if (table[:, : len(MUST_AGREE)] != table[0, : len(MUST_AGREE)]).any():
+        differing = [field for field in MUST_AGREE if (column[field] != column[field][0]).any()]
+        records = [dict(zip(FIELDS, line, strict=False)) for line in table.tolist()]
         raise CollectiveMismatch(_explain(differing, records, transport, name))
     assert rows is not None
     return Agreement(
@@ -127,10 +128,10 @@ def negotiate(
         num_rows=rows.num_rows,
         width=rows.width,
         op=op,
-        layouts=tuple(Layout(record["layout"]) for record in records),
-        k=np.array([record["k"] for record in records], np.int64),
-        id_bytes=np.array([record["id bytes"] for record in records], np.int64),
-        found_inf=any(record["found_inf"] for record in records),
+        layouts=tuple(Layout(layout) for layout in column["layout"].tolist()),
+        k=column["k"].copy(),
+        id_bytes=column["id bytes"].copy(),
+        found_inf=bool(column["found_inf"].any()),
         extra=table[:, len(FIELDS) : -1],
     )
 

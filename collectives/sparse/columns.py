@@ -11,6 +11,8 @@ It is PyTorch DDP's way on Gloo; at n = 2 it meets the lower bound.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from collectives.kernels.rows import as_rows
 from collectives.sparse.merging import RankOrderSum
 from collectives.sparse.rows import Op, SparseRows
 from collectives.sparse.workspace import METADATA, PULL, PUSH, Workspace
-from collectives.transport import Exchange, Parcel, Transport, all_gather_records, others
+from collectives.transport import Parcel, Transport, all_gather_records, as_bytes, others
 
 
 def column_cuts(width: int, size: int) -> list[int]:
@@ -49,7 +51,7 @@ def peers_in_rank_order(transport: Transport) -> list[int]:
 
 
 class ColumnSplit:
-    """The default for rows. Messages: coded ids, columns of values, summed columns."""
+    """The default for rows. Messages: columns of values with coded ids behind them; summed columns."""
 
     name = "column"
 
@@ -61,36 +63,33 @@ class ColumnSplit:
         sizes = agreed_sizes(rows, coded, transport, sizes)
         cuts = column_cuts(width, transport.size)
         own = slice(cuts[rank], cuts[rank + 1])
-
-        def pack(peer: int) -> Tensor:
-            columns = rows.values[:, cuts[peer] : cuts[peer + 1]]
-            return work.buffer(f"pack{peer}", columns.shape, columns.dtype).copy_(columns)
-
-        with open_push(transport, work, sizes, cuts[rank + 1] - cuts[rank], rows.values.dtype) as push:
-            for peer in others(transport):
-                push.send(peer, coded)
+        incoming = incoming_letters(transport, work, sizes, own.stop - own.start, rows.values.dtype)
+        with transport.exchange(PUSH, [Parcel(w, letter.data) for w, letter in incoming.items()]) as push:
             for peer in others(transport):
                 with work.timed("pack"):
-                    part = pack(peer)
-                push.send(peer, part)
-            arrivals = push.arrivals()
-            coded_lists = [rows.ids if w == rank else next(arrivals).data for w in range(transport.size)]
+                    columns = rows.values[:, cuts[peer] : cuts[peer + 1]]
+                    letter = Letter.of(work, f"out{peer}", columns, coded)
+                push.send(peer, letter.data)
+            for _ in push.arrivals():
+                pass
             with work.timed("union"):
-                lists = [
-                    ids if w == rank else decode_ids(ids, int(sizes[w, 0]), rows.num_rows)
-                    for w, ids in enumerate(coded_lists)
-                ]
-                union, positions = union_ids(lists, rows.num_rows)
+                union, positions = union_ids(
+                    [
+                        rows.ids if w == rank else decode_ids(incoming[w].ids, int(sizes[w, 0]), rows.num_rows)
+                        for w in range(transport.size)
+                    ],
+                    rows.num_rows,
+                )
             blocks = [
                 work.buffer(f"block{j}", (len(union), cuts[j + 1] - cuts[j]), rows.values.dtype)
                 for j in range(transport.size)
             ]
             with transport.exchange(PULL, [Parcel(peer, blocks[peer]) for peer in others(transport)]) as pull:
-                total = RankOrderSum(blocks[rank], work)
-                for w, values in enumerate(in_rank_order(arrivals, rows.values, transport)):
-                    with work.timed("sum"):
-                        total.add(positions[w], values, own.start if w == rank else 0)
                 with work.timed("sum"):
+                    total = RankOrderSum(blocks[rank], work)
+                    for w in range(transport.size):
+                        values, first = (rows.values, own.start) if w == rank else (incoming[w].values, 0)
+                        total.add(positions[w], values, first)
                     total.finish(op, transport.size)
                 for peer in others(transport):
                     pull.send(peer, blocks[rank])
@@ -114,32 +113,36 @@ class ColumnSplit:
 
 
 class AllGatherSparse:
-    """AGsparse. Messages: plain ids, whole rows."""
+    """AGsparse. Messages: whole rows with plain ids behind them."""
 
     name = "agsparse"
 
     def all_reduce(self, rows: SparseRows, transport: Transport, op: Op, sizes: np.ndarray | None = None) -> SparseRows:
         """See `Scheme`."""
         work, rank, plain = Workspace.of(transport), transport.rank, index_dtype(rows.num_rows)
-        ids = rows.ids.to(plain)
+        ids = as_bytes(rows.ids.to(plain))
         counts = agreed_sizes(rows, ids, transport, sizes)[:, 0]
         plain_sizes = np.stack([counts, counts * plain.itemsize], axis=1)
-        with open_push(transport, work, plain_sizes, rows.width, rows.values.dtype) as push:
+        incoming = incoming_letters(transport, work, plain_sizes, rows.width, rows.values.dtype)
+        with transport.exchange(PUSH, [Parcel(w, letter.data) for w, letter in incoming.items()]) as push:
+            with work.timed("pack"):
+                letter = Letter.of(work, "out", rows.values, ids)
             for peer in others(transport):
-                push.send(peer, ids)
-            for peer in others(transport):
-                push.send(peer, rows.values)
-            arrivals = push.arrivals()
-            lists = [
-                rows.ids if w == rank else check_ids(next(arrivals).data.view(plain), rows.num_rows)
-                for w in range(transport.size)
-            ]
+                push.send(peer, letter.data)
+            for _ in push.arrivals():
+                pass
             with work.timed("union"):
-                union, positions = union_ids(lists, rows.num_rows)
-            total = RankOrderSum(rows.values.new_empty((len(union), rows.width)), work)
-            for w, values in enumerate(in_rank_order(arrivals, rows.values, transport)):
-                with work.timed("sum"):
-                    total.add(positions[w], values)
+                union, positions = union_ids(
+                    [
+                        rows.ids if w == rank else check_ids(incoming[w].ids.clone().view(plain), rows.num_rows)
+                        for w in range(transport.size)
+                    ],
+                    rows.num_rows,
+                )
+            with work.timed("sum"):
+                total = RankOrderSum(rows.values.new_empty((len(union), rows.width)), work)
+                for w in range(transport.size):
+                    total.add(positions[w], rows.values if w == rank else incoming[w].values)
         return SparseRows(union, total.finish(op, transport.size), rows.num_rows)
 
     def wire_bytes(self, ids: Sequence[np.ndarray], num_rows: int, width: int, itemsize: int) -> dict[str, np.ndarray]:
@@ -156,15 +159,44 @@ def agreed_sizes(rows: SparseRows, coded: Tensor, transport: Transport, sizes: n
     return all_gather_records(transport, METADATA, [len(rows.ids), coded.numel()]) if sizes is None else sizes
 
 
-def open_push(transport: Transport, work: Workspace, sizes: np.ndarray, width: int, dtype: torch.dtype) -> Exchange:
-    """Post the receives of one push: first everybody's ids, then everybody's rows of `width` values, in rank order.
+@dataclass(frozen=True)
+class Letter:
+    """Rows and their ids in one message: a message costs more than the few bytes of ids are worth.
+
+    data: uint8, all of it. values [k, width] and ids (uint8, coded or plain) are views into it.
+    """
+
+    data: Tensor
+    values: Tensor
+    ids: Tensor
+
+    @classmethod
+    def blank(cls, work: Workspace, name: str, shape: Sequence[int], dtype: torch.dtype, id_bytes: int) -> Letter:
+        """To be filled, in the buffer `name`; `shape` is that of the values."""
+        value_bytes = prod(shape) * dtype.itemsize
+        data = work.buffer(name, (value_bytes + id_bytes,), torch.uint8)
+        return cls(data, data[:value_bytes].view(dtype).view(*shape), data[value_bytes:])
+
+    @classmethod
+    def of(cls, work: Workspace, name: str, values: Tensor, ids: Tensor) -> Letter:
+        """Copies of `values` and `ids`, in the buffer `name`."""
+        letter = cls.blank(work, name, values.shape, values.dtype, ids.numel())
+        letter.values.copy_(values)
+        letter.ids.copy_(ids)
+        return letter
+
+
+def incoming_letters(
+    transport: Transport, work: Workspace, sizes: np.ndarray, width: int, dtype: torch.dtype
+) -> dict[int, Letter]:
+    """What every peer will send, by peer in rank order, rows of `width` values.
 
     sizes: int64 [n, 2], rows and id bytes of each rank.
     """
-    peers = peers_in_rank_order(transport)
-    ids = [Parcel(w, work.buffer(f"ids{w}", (int(sizes[w, 1]),), torch.uint8)) for w in peers]
-    values = [Parcel(w, work.buffer(f"values{w}", (int(sizes[w, 0]), width), dtype)) for w in peers]
-    return transport.exchange(PUSH, ids + values)
+    return {
+        w: Letter.blank(work, f"in{w}", (int(sizes[w, 0]), width), dtype, int(sizes[w, 1]))
+        for w in peers_in_rank_order(transport)
+    }
 
 
 def in_rank_order(arrivals: Iterator[Parcel], own: Tensor, transport: Transport) -> Iterator[Tensor]:

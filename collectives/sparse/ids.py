@@ -90,7 +90,7 @@ def _checked_ids(ids: Tensor, limit: int, what: str, name: str) -> Tensor:
         kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise GradientError(f"'{name}': {what} are {kind}; give an int32 or int64 tensor")
     if ids.numel():
-        low, high = int(ids.min()), int(ids.max())
+        low, high = (int(bound) for bound in torch.aminmax(ids))
         if low < 0 or high >= limit:
             raise GradientError(f"'{name}': {what} span {low} to {high}, outside [0, {limit})")
     return ids.to(torch.int64)

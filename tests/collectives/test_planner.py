@@ -195,7 +195,7 @@ def test_gamma_follows_the_results_and_predicts_the_next_union() -> None:
 def test_a_rank_whose_state_differs_is_named() -> None:
     ranks = Ranks(3, dict.fromkeys(ROW_SCHEMES, 1e-3), load(3, 100, 2.0, 10_000, 16))
     ranks.step()
-    ranks.planners[2].load_state_dict({"size": 3, "tensors": {}})
+    ranks.planners[2].load_state_dict({"size": 3, "tensors": {}, "shapes": {}})
     with pytest.raises(CollectiveMismatch, match=r"tensor 't': .* rank\(s\) \[2\] differs"):
         ranks.step()
 

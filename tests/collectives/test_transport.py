@@ -15,6 +15,7 @@ from collectives.transport import (
     Traffic,
     all_gather_records,
     all_to_all,
+    as_bytes,
     broadcast_bytes,
     others,
     run_local,
@@ -156,3 +157,9 @@ def test_broadcast_hands_bytes_to_all_even_none_at_all(root: int) -> None:
     for payload in (b"", b"plan"):
         received = run_local(3, lambda t, p=payload: broadcast_bytes(t, "plan", p if t.rank == root else None, root))
         assert received == [payload] * 3
+
+
+@pytest.mark.parametrize("numel", [0, 1])
+def test_bytes_of_a_tensor_whose_only_element_has_no_stride(numel: int) -> None:
+    data = torch.full((1,), 3.0).as_strided((numel,), (0,))
+    assert as_bytes(data).numel() == 4 * numel
