@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +34,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="key=value or sectio
 class KeysCommand(TyperCommand):
     """A command whose --help ends with the keys of its file."""
 
-    def get_help(self, ctx: click.Context) -> str:
+    def get_help(self, ctx: Any) -> str:
         """As Typer writes it, and the keys."""
         return "\n".join(filter(None, [super().get_help(ctx), *self.keys()]))
 

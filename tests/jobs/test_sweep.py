@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import optuna
@@ -16,14 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.errors import ConfigError
-from jobs.sweep import distributions_of, max_concurrent, policy_text, prepare_study, scheduler_of
+from jobs.job import run_job
+from jobs.sweep import distributions_of, max_concurrent, policy_text, prepare_study, scheduler_of, sweep
 from jobs.sweep_config import SweepConfig, check, codec_facts, effective, grid, reference_point, train_config, widest
+from jobs.sweep_trial import bundles_of
 from jobs.train import policy_of
 from jobs.train_cluster import TrainCluster
 from jobs.train_config import TrainConfig
 from placement.errors import PlacementError
 from zenray.config import load
-from zenray.sweeps import FLOORS, Outcome, SweepJournal, TrialLog, figures_of, pareto_front, score_of
+from zenray.sweeps import FLOORS, Outcome, SweepJournal, TrialLog, figures_of, gain_text, pareto_front, score_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = """
@@ -46,6 +47,11 @@ trials: 8
 grace_steps: 4
 reduction: 2
 """
+QUICK = (
+    *("space.ranks=[1]", "train.workload=click_log", "train.optimizer=adagrad", "train.batch=8"),
+    *("train.click_log.cap=50", "train.click_log.width=4", "train.click_log.hidden=8"),
+)
+"""Where processes count, not the model: two trials at a time, whose ranks have nothing to read."""
 
 
 def config(**changes) -> SweepConfig:
@@ -102,7 +108,17 @@ def test_the_front_is_exactly_what_nothing_beats(found):
     [
         ({"space": {}}, "space is empty"),
         ({"space": {"polcy": ["off"]}}, "did you mean 'policy'"),
-        ({"space": {"density": [2.0]}}, "less than or equal to 1"),
+        ({"space": {"density": [2.0]}}, r"space\.density = 2\.0: .*less than or equal to 1"),
+        (
+            {"space": {"policy": ["off", "int9"]}},
+            r"space\.policy = 'int9': unknown policy 'int9'; did you mean 'int8b'",
+        ),
+        ({"space": {"scheme": ["auto", "colum"]}}, r"space\.scheme = 'colum': "),
+        (
+            {"space": {"workload": ["gpt", "click_log"]}},
+            r"space\.workload = 'click_log': optimizer=adamw takes no sparse",
+        ),
+        ({"space": {"gpt.heads": [2, 3]}}, r"space\.gpt\.heads = 3: "),
         ({"space": {"policy": ["int8b"], "link": [1e9]}}, "all trials of a sweep share link"),
         ({"space": {"gpt.nothing.here": [1]}}, "names no key"),
         ({"space": {"density": {"low": 0.1, "high": 0.01}}}, "make no range"),
@@ -114,6 +130,41 @@ def test_the_front_is_exactly_what_nothing_beats(found):
 def test_senseless_sweeps_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         check(config(**changes))
+
+
+def test_values_that_exclude_each_other_are_no_error_where_each_has_a_use():
+    check(config(space={"policy": ["column", "int8b"], "scheme": ["auto", "column"]}))
+    check(config(space={"workload": ["click_log", "gpt"], "optimizer": ["adagrad", "adamw"]}))
+
+
+def test_a_wrong_value_is_exit_2_before_anything_is_started_or_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # nobody is there to be joined
+    code = run_job("sweep", SweepConfig, sweep, ["space.policy=off,int9", "--out", str(tmp_path / "runs" / "out")])
+    assert code == 2
+    assert "space.policy = 'int9'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gain_inside_the_noise_of_the_reference_is_not_called_one():
+    def trial(score, *paces):
+        reports = [report(step, score, block_s_per_step=pace) for step, pace in enumerate(paces)]
+        done = reports[-1] | {"held_out_loss": 1.0}
+        return TrialLog(0, "key", {}, "", [report(0, 9.0), *reports, done], Outcome.DONE)
+
+    weights = {"time_to_loss_s": 2.0, "loss": 1.0}
+    reference = trial(1.0, 0.10, 0.11, 0.10)  # 2 ln 1.1 = 0.191
+    assert "differ by 0.191: that shows no gain" in gain_text(trial(0.85, 0.1), reference, weights)
+    assert (
+        gain_text(trial(0.7, 0.1), reference, weights)
+        == " (score 0.300 below the reference's, whose own blocks differ by 0.191)"
+    )
+    assert "shows no gain" not in gain_text(trial(0.85, 0.1), reference, {"loss": 1.0})
+    assert "too few blocks" in gain_text(trial(0.5, 0.1), trial(1.0, 0.1), weights)
+    assert "no trial was better" in gain_text(reference, reference, weights)
+
+
+def test_the_ranks_of_a_trial_each_have_a_bundle_behind_that_of_its_own_process():
+    assert bundles_of(config(), {"CPU": 1.0}, {"ranks": 2}) == [{}, {"CPU": 1.0}, {"CPU": 1.0}]
 
 
 def test_a_space_from_the_command_line_and_off_in_yaml(tmp_path):
@@ -249,7 +300,7 @@ def test_case_07_09_15_16_18_27_eight_trials_on_two_cpus_survive_a_stop_and_a_ki
     rest = placement_group([{"CPU": 6}])  # leaves two of the eight
     assert rest.wait(60)
     (tmp_path / "sweep.yaml").write_text(TINY)
-    command = [sys.executable, "-m", "jobs.sweep", "--config", "sweep.yaml", "--out", "out"]
+    command = [sys.executable, "-m", "jobs.sweep", "--config", "sweep.yaml", "--out", "out", *QUICK]
     environment = {**os.environ, **ray_cluster, "PYTHONPATH": str(ROOT)}
     environment.pop("MLFLOW_TRACKING_URI", None)
     jobs, num_ray_jobs = [], len(ray_jobs())
@@ -270,17 +321,16 @@ def test_case_07_09_15_16_18_27_eight_trials_on_two_cpus_survive_a_stop_and_a_ki
 
     try:
         stopped = start()
-        follow(stopped, r"8 trials, 1 at a time", [])
+        follow(stopped, r"8 trials, 2 at a time", [])
         follow(stopped, r"^trial 1: policy", [])
         stopped.send_signal(signal.SIGTERM)
-        assert wait_until(lambda: not leftovers(), 120.0)
-        stopped.communicate(timeout=120)
-        assert stopped.returncode == 128 + signal.SIGTERM
-        assert statuses() == {"sweep gpt": "KILLED", 0: "FINISHED", 1: "KILLED"}
+        output, errors = stopped.communicate(timeout=60)
+        assert stopped.returncode == 128 + signal.SIGTERM, errors + output
+        assert wait_until(lambda: not leftovers(), 60.0)
+        assert statuses() == {"sweep click_log": "KILLED", 0: "KILLED", 1: "KILLED"}
 
         killed = start()
-        follow(killed, r"^trial 3: policy", [])
-        time.sleep(1.0)
+        follow(killed, r"^trial 2: policy", [])  # so one of the first two has ended
         killed.send_signal(signal.SIGKILL)
         killed.communicate(timeout=120)
         assert wait_until(lambda: not leftovers(), 120.0)
@@ -296,11 +346,11 @@ def test_case_07_09_15_16_18_27_eight_trials_on_two_cpus_survive_a_stop_and_a_ki
                 job.kill()
             job.communicate()
 
-    assert "going on with" in output
     assert len(ray_jobs()) == num_ray_jobs + 3, "one job a start"
     result = json.loads((tmp_path / "out" / "result.json").read_text())["metrics"]
     assert [trial["trial"] for trial in result["trials"]] == list(range(8))
-    assert result["trials"][0]["settings"] == "policy=off ranks=1"
+    assert "policy=off ranks=1" in [trial["settings"] for trial in result["trials"][:2]]
+    assert re.search(r"going on with .*: [12] trials have ended already", output)
     assert {trial["outcome"] for trial in result["trials"]} <= {"done", "stopped"}
     assert result["best"] in result["pareto"]
     loaded = load(TrainConfig, tmp_path / "out" / "policy.yaml")
@@ -311,7 +361,7 @@ def test_case_07_09_15_16_18_27_eight_trials_on_two_cpus_survive_a_stop_and_a_ki
     client = client_of(tmp_path)
     experiment = client.get_experiment_by_name("zenray").experiment_id
     everything = client.search_runs([experiment])
-    [parent] = [run for run in everything if run.info.run_name == "sweep gpt"]
+    [parent] = [run for run in everything if run.info.run_name == "sweep click_log"]
     children = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
     assert len(children) == 8
     assert len(everything) == 9

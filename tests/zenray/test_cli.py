@@ -1,8 +1,12 @@
 """`zenray plan | submit | status | cancel`: what a user types, and what comes back."""
 
 import json
+import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,12 @@ from placement.catalogue import GIB, MIB, gpu_type
 from placement.memory import predict
 from placement.shapes import Layout, ModelShape, Setup
 from zenray.__main__ import ROOMS, app, check_rooms, main
-from zenray.job_config import JobConfig, PlanConfig, load_job_or_plan
+from zenray.config import Section, describe_keys, load
+from zenray.findings import is_broken
+from zenray.job_config import JobConfig, PlanConfig, load_job_or_plan, request_of
 from zenray.plan_report import PARTS, plan_rows, size_text
+from zenray.preflight import check_entrypoint
+from zenray.queue_program import QueueProgram
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ModelShape(layers=4, hidden=256, heads=4, seq=512, vocab=1000, learned_positions=512)
@@ -114,6 +122,89 @@ def test_wrong_files_are_exit_2_and_say_where(
         main()
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
+
+
+# --- help and examples --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("command", "models"), [("plan", (PlanConfig, JobConfig)), ("submit", (JobConfig,))])
+def test_help_lists_the_keys_of_the_file(command: str, models: tuple[type[Section], ...]) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    for model in models:
+        for line in describe_keys(model):
+            assert set(line.splitlines()) <= set(lines)
+    assert any(line.startswith("  model.layers required") for line in lines)
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert run("--version").output == f"zenray {version('zenray-train')}\n"
+
+
+def test_the_examples_are_what_they_say() -> None:
+    job = load(JobConfig, ROOT / "examples" / "job.yaml")
+    assert job.entrypoint is not None
+    assert not is_broken(check_entrypoint(job.entrypoint, job.env_vars))
+    assert (ROOT / job.entrypoint.split("--config ")[1].split()[0]).exists()
+    queued = load_job_or_plan(ROOT / "examples" / "model.yaml", [])
+    assert isinstance(queued, JobConfig)
+    assert queued.entrypoint is None
+    assert QueueProgram().check(request_of(queued))
+    assert isinstance(load_job_or_plan(ROOT / "examples" / "plan.yaml", []), PlanConfig)
+    for name in ("model", "plan"):
+        result = run("plan", ROOT / "examples" / f"{name}.yaml")
+        assert result.exit_code == 0, result.output
+
+
+# --- nobody there ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+def complain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["zenray", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    [line] = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_status_without_a_cluster_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], closed_port: int
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port}")
+    line = complain(monkeypatch, capsys, "status")
+    assert f"no Ray cluster answers at 127.0.0.1:{closed_port}" in line
+
+
+def test_report_from_a_server_that_is_away_silent_or_something_else_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], closed_port: int, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:secret@127.0.0.1:{closed_port}")
+    line = complain(monkeypatch, capsys, "report", "run")
+    assert "does not answer as it should: ConnectionError" in line
+    assert "secret" not in line
+
+    monkeypatch.setattr("zenray.report.ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert "ReadTimeout" in complain(monkeypatch, capsys, "report", "run")
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:  # 501 for everything
+        monkeypatch.setattr(BaseHTTPRequestHandler, "log_message", lambda *words: None)
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{other.server_port}")
+        assert "MlflowException" in complain(monkeypatch, capsys, "report", "run")
+        other.shutdown()
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- the functions ----------------------------------------------------------------------------------------------------

@@ -1,12 +1,15 @@
 """YAML and overrides: what users mistype, and what the message must say."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from pydantic import Field
 
 from collectives.errors import ConfigError
+from jobs.bench.net import Config as NetConfig
 from jobs.train_config import TrainConfig
+from jobs.workloads.zipf import WORKLOADS
 from zenray.config import Rate, Section, _known_keys, load
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +22,7 @@ class Inner(Section):
 
 class Outer(Section):
     name: str = "x"
+    search: Literal["optuna", "random", "grid"] = "grid"
     link: Rate | None = None
     on: bool = False
     inner: Inner = Inner()
@@ -48,6 +52,8 @@ def test_file_then_overrides(tmp_path):
         ("link: 5 parsec\n", [], ["job.yaml:1", "gbit"]),
         ("link: 5\n", ["link=fast"], ["'fast' is not a rate"]),
         ("inner:\n  ratio: often\n", [], ["job.yaml:2", "'often'"]),
+        ("search: optna\n", [], ["job.yaml:1", "'optna'", "'optuna', 'random' or 'grid'", "did you mean 'optuna'"]),
+        ("colour: red\n", [], ["unknown key 'colour'; known keys: name, search"]),
         ("name: 5\n", [], ["'name'", "string"]),
         ("name: a\nname: b\n", [], ["'name' given twice", "line 2"]),
         ("name: [a\n", [], ["not valid YAML", "line"]),
@@ -62,6 +68,13 @@ def test_messages_name_the_place_and_the_way_out(tmp_path, text, overrides, part
         load(Outer, write(tmp_path, text), overrides)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_a_value_unlike_all_others_gets_their_list_and_no_guess():
+    with pytest.raises(ConfigError) as caught:
+        load(NetConfig, None, ["workload=xyz"])
+    assert all(name in str(caught.value) for name in WORKLOADS)
+    assert "did you mean" not in str(caught.value)
 
 
 def test_missing_oversized_and_binary_files(tmp_path):
