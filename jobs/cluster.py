@@ -31,6 +31,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 
 from collectives.errors import ZenrayError
 from zenray.head import check_cluster_address
+from zenray.stopping import keep_handler
 
 if TYPE_CHECKING:
     from jobs.links import ShapedBed
@@ -92,7 +93,8 @@ def wait_for_nodes(num_nodes: int, *, timeout_s: float) -> None:
 @contextlib.contextmanager
 def _joined(address: str) -> Iterator[Cluster]:
     reread_auth()
-    context = ray.init(address=address)
+    with keep_handler():
+        context = ray.init(address=address)
     try:
         yield Cluster(address, context.dashboard_url or "", {"RAY_ADDRESS": address})
     finally:
@@ -116,15 +118,16 @@ def _started(num_cpus: int | None, dashboard: bool) -> Iterator[Cluster]:
     with environment(settings):
         reread_auth()
         try:
-            context = ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                object_store_memory=OBJECT_STORE_BYTES,
-                include_dashboard=dashboard,
-                dashboard_host="127.0.0.1",
-                _node_ip_address="127.0.0.1",
-                _temp_dir=str(folder / "ray"),
-            )
+            with keep_handler():
+                context = ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    include_dashboard=dashboard,
+                    dashboard_host="127.0.0.1",
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(folder / "ray"),
+                )
             address = ray.get_runtime_context().gcs_address
             auth = {name: settings[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
             yield Cluster(address, context.dashboard_url or "", {"RAY_ADDRESS": address, **auth})

@@ -24,6 +24,7 @@ from rich.table import Table
 from collectives.errors import ConfigError, ZenrayError
 from zenray.config import Section, describe_keys, load
 from zenray.environment import DIGEST_VARIABLE, code_digest, environment
+from zenray.stopping import stop_on_sigterm
 
 C = TypeVar("C", bound=Section)
 
@@ -99,7 +100,8 @@ def run_job(
     if DIGEST_VARIABLE in os.environ:
         run.say(code_line(os.environ[DIGEST_VARIABLE], code_digest(Path.cwd())))
     try:
-        metrics = body(config, run)
+        with stop_on_sigterm():
+            metrics = body(config, run)
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
         with suppress(OSError):  # of a folder with files in it

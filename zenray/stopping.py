@@ -104,6 +104,17 @@ def stop_on_sigterm(first: Callable[[], None] = lambda: None) -> Iterator[Stop]:
         raise Stopped from failure
 
 
+@contextmanager
+def keep_handler() -> Iterator[None]:
+    """Put back a SIGTERM handler over which the block sets its own, as `ray.init` does; the default one is not kept."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
 def _is_leaving() -> bool:
     """Whether the code that a signal interrupted is clean-up after Stopped, or after an error inside that clean-up."""
     error = sys.exception()

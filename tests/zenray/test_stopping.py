@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from zenray.stopping import keep_handler
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import logging, operator, os, signal, threading, time
@@ -90,6 +92,17 @@ BODIES = {
             say('taken' if other.is_alive() else 'free')""",
         "free",
     ),
+    "clean-up around the inner of two blocks": (
+        """
+        try:
+            with stop_on_sigterm():
+                be_told()
+        finally:
+            be_told()
+            time.sleep(0.3)
+            say('cleaned up')""",
+        "cleaned up",
+    ),
     "held": ("stop.hold(); be_told(); time.sleep(1.5); say('undisturbed')", "undisturbed"),
 }
 
@@ -107,3 +120,19 @@ def test_a_stop_arrives_once_and_always(body: str, said: str) -> None:
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert done.stdout.split("\n") == ["told", *([said] if said else []), "left True True", ""]
     assert ("Exception ignored in" in done.stderr) is ("Deleted()" in body)
+
+
+def test_a_handler_is_kept_through_what_sets_its_own_and_the_default_is_not() -> None:
+    def mine(*ignored: object) -> None: ...
+
+    def theirs(*ignored: object) -> None: ...
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for first, last in ((mine, mine), (signal.SIG_DFL, theirs)):
+            signal.signal(signal.SIGTERM, first)
+            with keep_handler():
+                signal.signal(signal.SIGTERM, theirs)
+            assert signal.getsignal(signal.SIGTERM) is last
+    finally:
+        signal.signal(signal.SIGTERM, before)
