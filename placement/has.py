@@ -103,12 +103,17 @@ class Log(NamedTuple):
 
 @njit(nogil=True, cache=True)
 def enqueue(queue: Queue, slot: int) -> None:
-    """Insert a job into its class by key; the usual case is the end."""
-    c = queue.class_of[slot]
-    behind = queue.last[c]
-    while behind >= 0 and queue.key[behind] > queue.key[slot]:
-        behind = queue.before[behind]
-    ahead = queue.after[behind] if behind >= 0 else queue.first[c]
+    """Insert a job into its class by key, behind its equals, from the nearer end: new jobs go last, old ones first."""
+    c, key = queue.class_of[slot], queue.key[slot]
+    behind, ahead = queue.last[c], queue.first[c]
+    if behind >= 0 and key - queue.key[ahead] < queue.key[behind] - key:
+        while queue.key[ahead] <= key:
+            ahead = queue.after[ahead]
+        behind = queue.before[ahead]
+    else:
+        while behind >= 0 and queue.key[behind] > key:
+            behind = queue.before[behind]
+        ahead = queue.after[behind] if behind >= 0 else ahead
     queue.before[slot], queue.after[slot] = behind, ahead
     if behind >= 0:
         queue.after[behind] = slot
@@ -356,6 +361,11 @@ def run_pass(
     _measure(cells, largest, room)
     for i in range(num_classes):
         keys[i] = _head_key(queue, i) if open_classes[i] else np.inf
+        if held.slot[0] < 0 and not may_reserve and keys[i] < np.inf:
+            # What fails now and asks for no reservation needs no turn; most classes do at most events.
+            cursor[i] = _first_fit(queue, i, 0, cells.width, largest, room)
+            if cursor[i] < 0:
+                keys[i] = np.inf
     while True:
         c, least = -1, np.inf
         for i in range(num_classes):
