@@ -89,7 +89,8 @@ def run_job(
         print(describe(name, model, files))
         return 0
     try:
-        config_path, out, options, overrides = parse_command(arguments, files)
+        flags = [key for key, field in model.model_fields.items() if field.annotation is bool]
+        config_path, out, options, overrides = parse_command(arguments, files, flags)
         config = load(model, config_path, overrides)
         run = Run(name, out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", options)
         created = [folder for folder in (run.out, *run.out.parents) if not folder.exists()]
@@ -131,9 +132,12 @@ def code_line(submitted: str, here: str) -> str:
 
 
 def parse_command(
-    argv: Sequence[str], files: Sequence[str]
+    argv: Sequence[str], files: Sequence[str], flags: Sequence[str] = ()
 ) -> tuple[Path | None, Path | None, dict[str, Path], list[str]]:
-    """Split a command line into config file, output folder, further file options and overrides."""
+    """Split a command line into config file, output folder, further file options and overrides.
+
+    flags: boolean keys; `--key` is another way to write `key=true`.
+    """
     known = {"config", "out", *files}
     values: dict[str, Path] = {}
     overrides: list[str] = []
@@ -143,8 +147,12 @@ def parse_command(
             overrides.append(word)
             continue
         option, separator, value = word[2:].partition("=")
+        if option in flags and not separator:
+            overrides.append(f"{option}=true")
+            continue
         if option not in known:
-            raise ConfigError(f"unknown option {word}; options are {', '.join('--' + k for k in sorted(known))}")
+            names = ", ".join(f"--{name}" for name in sorted({*known, *flags}))
+            raise ConfigError(f"unknown option {word}; options are {names}")
         argument = value if separator else next(words, None)
         if argument is None:
             raise ConfigError(f"--{option} needs a path")

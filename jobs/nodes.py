@@ -68,7 +68,9 @@ def local_nodes(num_nodes: int, *, cpus_per_node: int = 1) -> Iterator[Nodes]:
     token = folder / "auth_token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
+    (folder / "ray").mkdir()
     settings = {
+        "RAY_TMPDIR": str(folder),  # else the head writes its address where other clusters' drivers look for theirs
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",

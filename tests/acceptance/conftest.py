@@ -106,7 +106,7 @@ def tracking_server(tmp_path):
         ]
         command += ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
         command += ["--artifacts-destination", str(tmp_path / "artifacts")]
-        environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+        environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         with (tmp_path / "server.log").open("ab") as log:
             servers.append(
                 subprocess.Popen(

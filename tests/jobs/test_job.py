@@ -51,3 +51,17 @@ def test_the_result_is_announced_once_by_the_outer_of_two_jobs(
 
     assert run_job("train", TrainConfig, run_inner, ["--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"result: {tmp_path / 'result.json'}\n"
+
+
+def test_a_boolean_key_may_be_written_as_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[bool] = []
+
+    def note(config: TrainConfig, run: Run) -> dict[str, Any]:
+        seen.append(config.link_required)
+        return {}
+
+    for words in (["--link_required"], ["link_required=false"]):
+        assert run_job("train", TrainConfig, note, [*words, "--out", str(tmp_path)]) == 0
+    assert seen == [True, False]
+    assert run_job("train", TrainConfig, note, ["--ranks"]) == 2
+    assert "unknown option --ranks; options are --baseline, --config, --link_required" in capsys.readouterr().err
