@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from collectives.kernels.rows import coalesce, has_nonfinite, nonzero_rows
@@ -32,6 +34,7 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 
+@cache
 def warm_up() -> None:
     """Compile the CPU kernels of all schemes for fp32, so that no training step waits for it.
 
