@@ -177,7 +177,10 @@ def add_entry(cells: Cells, slot: int, node: int, mask: int) -> None:
 
 @njit(nogil=True, cache=True)
 def commit(cells: Cells, slot: int, used: int, nodes: np.ndarray, takes: np.ndarray, memory_bytes: int) -> None:
-    """Give what `find` chose to a job slot. Written out in one loop: it is most of a large pass."""
+    """Give nodes, of one pool as `find` chooses them or of several, to a job slot.
+
+    Written out in one loop: it is most of a large pass.
+    """
     free, num_free, owner, after, before = cells.free, cells.num_free, cells.owner, cells.after, cells.before
     entry_node, entry_mask, entry_after = cells.entry_node, cells.entry_mask, cells.entry_after
     pool = cells.pool[nodes[0]]
@@ -185,6 +188,9 @@ def commit(cells: Cells, slot: int, used: int, nodes: np.ndarray, takes: np.ndar
     entry, last = cells.spare[0], cells.job_entry[slot]
     for i in range(used):
         node, take = nodes[i], takes[i]
+        if cells.pool[node] != pool:
+            pool = cells.pool[node]
+            tally, head = cells.tally[pool], cells.head[pool]
         have, idle = num_free[node], free[node]
         mask = idle if take == have else lowest_bits(idle, take)
         left, right = before[node], after[node]

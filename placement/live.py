@@ -36,13 +36,11 @@ class LiveScheduler(Scheduler):
         self._class_index[job_class.name] = len(self.classes) - 1
         self._plans, tables = _tables(self.ledger, self.classes)
         nobody = np.full(1, -1, np.int32)
-        kept = {name: getattr(before, name) for name in ("after", "before", "class_of", "key", "submit_s", "num_steps")}
+        slots = ("after", "before", "class_of", "key", "submit_s", "num_steps", "option", "finish_s", "placed_s")
         self._queue = tables._replace(
             first=np.append(before.first, nobody),
             last=np.append(before.last, nobody),
-            option=before.option,
-            finish_s=before.finish_s,
-            **kept,
+            **{name: getattr(before, name) for name in slots},
         )
         self._resize_scratch()
 

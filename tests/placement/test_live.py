@@ -69,6 +69,7 @@ def test_a_gang_over_two_types_frees_all_its_cards() -> None:
     core.add_class(JobClass("pair", (option("small", 2),)))
     assert core.submit(spec("k", "pair"), 0.0) == []
     assert core.earliest_start_s("k") is None or core.earliest_start_s("k") == 9.0
+    assert core.submit(spec("l", "mix"), 0.0), "seven large cards are idle"
     assert [start.job_id for start in core.finish("j", 2.0)] == ["k"]
 
 
@@ -99,3 +100,16 @@ def test_a_running_job_shrinks_for_a_waiting_one_and_only_then() -> None:
     core.submit(JobSpec("k", "r", 100.0, 1.0), 1.0)
     assert propose_moves(core, 500.0, {"j": 30.0}) == [], "its residence is not over"
     assert propose_moves(core, 700.0, {"j": 30.0}) == [("j", plans[1])]
+
+
+def test_a_class_that_comes_late_changes_nothing_for_many_running_jobs() -> None:
+    core = LiveScheduler([NodeSpec(f"n{i}", "small", 8, 100) for i in range(20)])
+    core.add_class(JobClass("one", (option("small", 1),)))
+    for number in range(100):
+        core.submit(spec(f"j{number}", "one"), 5.0)
+    before = core.running()
+    core.add_class(JobClass("two", (option("small", 2),)))
+    assert core.running() == before
+    assert {job.placed_s for job in before} == {5.0}
+    assert len(core.submit(spec("k", "two"), 6.0)) == 1
+    assert core.running()[-1].placed_s == 6.0
