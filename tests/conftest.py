@@ -29,8 +29,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a command in the
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run: a test that passes today passes tomorrow. `make test-slow` draws new ones.
-settings.register_profile("fixed", derandomize=True)
-settings.register_profile("drawn", derandomize=False)
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("drawn", derandomize=False, deadline=None)
 settings.load_profile(os.environ.get("ZENRAY_TEST_EXAMPLES", "fixed"))
 
 
