@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperCommand
 
 from collectives.errors import ConfigError, ZenrayError
+from zenray.command_help import KeysCommand, PlanCommand
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("collectives", "placement", "actors", "zenray", "jobs")
@@ -29,35 +29,6 @@ MAX_REJECTED = 12
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Memory-aware training jobs on Ray.")
 File = Annotated[Path, typer.Argument(help="A job or plan file, YAML.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value or section.key=value")]
-
-
-class KeysCommand(TyperCommand):
-    """A command whose --help ends with the keys of its file."""
-
-    def get_help(self, ctx: Any) -> str:
-        """As Typer writes it, and the keys."""
-        return "\n".join(filter(None, [super().get_help(ctx), *self.keys()]))
-
-    @staticmethod
-    def keys() -> list[str]:
-        """Those of a job file."""
-        from zenray.config import describe_keys
-        from zenray.job_config import JobConfig
-
-        return ["", "Keys of a job file (examples/job.yaml, examples/model.yaml):", *describe_keys(JobConfig)]
-
-
-class PlanCommand(KeysCommand):
-    """Of `plan`, which reads two kinds of files."""
-
-    @staticmethod
-    def keys() -> list[str]:
-        """Those of a plan file, then those of a job file."""
-        from zenray.config import describe_keys
-        from zenray.job_config import PlanConfig
-
-        plan_keys = ["", "Keys of a plan file (examples/plan.yaml):", *describe_keys(PlanConfig)]
-        return [*plan_keys, *KeysCommand.keys()]
 
 
 def show_version(wanted: bool) -> None:
