@@ -201,13 +201,13 @@ def robust_hosts(w: Int, ranks: Ranks) -> SlotMap:
     perfect = equal and ranks.num_slots >= len(w) + num_ranks - 1
     if perfect and ranks.num_slots >= 2 * len(w):
         return _filled(window_fill(w, num_ranks, per_rank)[1], w, ranks)
-    slots = _filled(spread_hosts(w, ranks), w, ranks)
     if not perfect:
         largest_first = np.argsort(-w, kind="stable")
         starts = [largest_first[:skip] for skip in range(4 if len(w) * num_ranks <= 64 else 1)]
         cost = np.asarray(ranks.seconds_per_pair)
         found = [improve_hosts(_filled(spread_hosts(w, ranks, start), w, ranks), w, ranks) for start in starts]
         return min(found, key=lambda candidate: _slowest(exact_split(candidate, w, ranks), cost))
+    slots = _filled(spread_hosts(w, ranks), w, ranks)
     bound = -(-int(w.sum()) // num_ranks)
     if exact_split(slots, w, Ranks.equal(num_ranks, per_rank)).sum(1).max() <= 1.001 * bound:
         return slots
@@ -232,7 +232,7 @@ def improve_hosts(slots: SlotMap, w: Int, ranks: Ranks) -> SlotMap:
     bound = max(w.sum() / (1 / cost).sum(), w.max() / np.sort(1 / cost)[-spread:].sum())
     while best[0] > bound + cost.max():
         hottest_first = np.argsort(-x.sum(1) * cost, kind="stable")
-        for candidate in (map_ for hot in hottest_first for map_ in _neighbours(slots, x, w, int(hot))):
+        for candidate in (map_ for hot in hottest_first for map_ in _neighbours(slots, x, int(hot))):
             if trials == 0:
                 return slots
             trials -= 1
@@ -255,32 +255,49 @@ def _slowest(x: Int, cost: NDArray[np.float64]) -> tuple[float, float]:
     return float(seconds.max()), float((seconds * seconds).sum())
 
 
-def _neighbours(slots: SlotMap, x: Int, w: Int, hot: int) -> Iterator[SlotMap]:
+def _neighbours(slots: SlotMap, x: Int, hot: int) -> Iterator[SlotMap]:
     """Slot maps one move away that can relieve rank `hot`, the most promising first."""
-    count = np.bincount(slots[slots >= 0], minlength=len(w))
-    load = x.sum(1)
-    moves: list[tuple[float, int, int, int, int]] = []
-    for i in map(int, np.flatnonzero(slots[hot] >= 0)):
-        mine = int(slots[hot, i])
-        for rank in range(len(slots)):
-            if rank == hot or (slots[rank] == mine).any():
+    for rank, slot, own, expert in _moves(slots, x, hot):
+        candidate = slots.copy()
+        if own >= 0:
+            candidate[hot, own] = slots[rank, slot]
+        candidate[rank, slot] = expert
+        yield candidate
+
+
+@njit(nogil=True, cache=True)
+def _moves(slots, x, hot):  # type: ignore[no-untyped-def]
+    """int64 [moves, 4]: rank, its slot, the slot of `hot` that takes what was there (-1: none), the expert that comes."""
+    num_ranks, width = slots.shape
+    load, count = x.sum(1), np.zeros(x.shape[1], np.int64)
+    hosts = np.zeros(x.shape, np.bool_)
+    for rank in range(num_ranks):
+        for expert in slots[rank]:
+            if expert >= 0:
+                hosts[rank, expert] = True
+                count[expert] += 1
+    most = 2 * num_ranks * width * width
+    move, cost, size = np.empty((most, 4), np.int64), np.empty(most, np.int64), 0
+    for own in range(width):
+        mine = slots[hot, own]
+        if mine < 0:
+            continue
+        for rank in range(num_ranks):
+            if rank == hot or hosts[rank, mine]:
                 continue
-            for j in range(slots.shape[1]):
-                theirs = slots[rank, j]
+            for slot in range(width):
+                theirs = slots[rank, slot]
                 if theirs < 0:
                     continue
                 if count[theirs] > 1:  # a copy of mine over their replica
-                    moves.append((float(load[rank]), rank, j, -1, mine))
-                if not (slots[hot] == theirs).any():  # swap
-                    gain = float(x[hot, mine] - x[rank, theirs])
-                    moves.append((abs(load[hot] - load[rank] - 2 * gain), rank, j, i, mine))
-    moves.sort(key=lambda move: move[0])
-    for _, rank, j, own, expert in moves:
-        candidate = slots.copy()
-        if own >= 0:
-            candidate[hot, own] = slots[rank, j]
-        candidate[rank, j] = expert
-        yield candidate
+                    move[size] = np.array((rank, slot, -1, mine))
+                    cost[size] = load[rank]
+                    size += 1
+                if not hosts[hot, theirs]:  # swap
+                    move[size] = np.array((rank, slot, own, mine))
+                    cost[size] = abs(load[hot] - load[rank] - 2 * (x[hot, mine] - x[rank, theirs]))
+                    size += 1
+    return move[np.argsort(cost[:size], kind="mergesort")]
 
 
 def relabel(slots: SlotMap, previous: SlotMap | None, ranks: Ranks, num_experts: int) -> SlotMap:

@@ -134,10 +134,10 @@ def _shortest_time(load: int, speed: NDArray[np.float64], caps: Int) -> float | 
     """Smallest T with sum(min(floor(T * speed), caps)) >= load, or None where the caps forbid it."""
     if load == 0:
         return 0.0
-    if int(np.minimum(caps, UNLIMITED // len(caps)).sum()) < load:
-        return None
     if np.all(speed == speed[0]) and np.all(caps >= -(-load // len(caps))):
         return float(-(-load // len(caps)) / speed[0])
+    if int(np.minimum(caps, UNLIMITED // len(caps)).sum()) < load:
+        return None
     low, high = 0.0, load / float(speed.min()) + 1.0
     while True:  # the answer is one of the times at which some rank finishes a whole pair
         middle = (low + high) / 2
