@@ -23,7 +23,7 @@ from collectives.policy import SyncPolicy
 from collectives.transport import LocalGroup, Transport, all_gather_records
 from jobs.workloads.moe_lm import ExpertMlp, MoeLm, MoeLmConfig
 from placement.experts import num_moves
-from placement.quotas import PairTimes
+from placement.quotas import SHARES, PairTimes
 from placement.split import Ranks, SlotMap
 from zenray.engine import Workload, check_equal_facts, interface_tx_bytes, probe_all_reduce
 from zenray.moe import ExpertBalancer, PlanSource, Sampler
@@ -268,12 +268,14 @@ def time_layer(
 
 def measure_times(width: int, hidden: int, experts: int, top_k: int, tokens: int) -> PairTimes:
     """Seconds of a pair on this machine for a rank with `tokens` tokens; selection is all that sampling adds to the layer
-    beyond its share of the full backward: norms, scores, the draw, gathers, smaller products."""
-    shares = (1.0, 0.75, 0.5, 0.35)
+    beyond its share of the full backward: norms, scores, the draw, gathers, smaller products, and whatever of the backward
+    does not shrink. The most that it adds at any of a few shares, so that no share is charged too little.
+    """
+    shares = (1.0, 0.75, 0.5, SHARES[0])
     (forward_s, backward_s), *sampled = time_layer(width, hidden, experts, top_k, tokens, shares)
     extra_s = [f + b - forward_s - share * backward_s for share, (f, b) in zip(shares[1:], sampled, strict=True)]
     pairs = tokens * top_k
-    return PairTimes(forward_s / pairs, backward_s / pairs, max(0.0, sum(extra_s) / len(extra_s)) / pairs)
+    return PairTimes(forward_s / pairs, backward_s / pairs, max(0.0, *extra_s) / pairs)
 
 
 def train_moe(plan: MoePlan, config: MoeLmConfig, context: WorkerContext) -> dict[str, Any]:
