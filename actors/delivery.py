@@ -69,7 +69,7 @@ class Door:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = self._listener.accept()  # ends: with the process
             except OSError:
                 return
             threading.Thread(target=self._serve, args=(connection,), daemon=True, name="rank").start()
@@ -80,7 +80,8 @@ class Door:
             connection.settimeout(HELLO_S)
             if not hmac.compare_digest(_read(connection, SECRET_BYTES).tobytes(), self.address.secret):
                 return
-            connection.settimeout(None)
+            connection.settimeout(None)  # ends: by keep-alive; a rank may train for long between two frames
+            _keep_alive(connection)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while True:
                 (num_bytes,) = _LENGTH.unpack(_read(connection, _LENGTH.size).tobytes())
@@ -119,7 +120,7 @@ class Delivery:
 
     def __init__(self, address: Address, limit_s: float):
         self._socket = socket.create_connection((address.host, address.port), timeout=limit_s)
-        self._socket.settimeout(None)
+        self._socket.settimeout(None)  # ends: by the kernel's limits
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(limit_s), int(limit_s % 1 * 1e6)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -162,6 +163,14 @@ def give_way() -> None:
     """From now on this thread computes when training does not: copies have a whole step's time, training has none."""
     if sys.platform == "linux":  # elsewhere a thread has no priority of its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """A host without power says no farewell: what waits for it fails after 30 s of silence."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":  # elsewhere after the system's own two hours
+        for option, value in ((socket.TCP_KEEPIDLE, 6), (socket.TCP_KEEPINTVL, 6), (socket.TCP_KEEPCNT, 4)):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 @contextmanager

@@ -7,7 +7,7 @@
             ...reduce...
         keeper.gate()                           # update s + 1 waits until s is committed
         optimizer.step(); step += 1
-        keeper.prepare(step)                    # copied at once, sent while the next step computes
+        keeper.prepare(step)                    # copied and sent while the next step computes
     keeper.finish()
 
 What it does not do: decide. Where to restore from and who keeps copies is its `Assignment`, made by the driver.
@@ -34,7 +34,7 @@ from actors.errors import CheckpointError, HolderLost, Interrupted
 from actors.folder import ShardFolder
 from actors.frames import Bytes, Frame, parts, read, seal
 from actors.pace import Pace
-from actors.shards import restore, snapshot
+from actors.shards import Snapshot, restore, snapshot
 from actors.state import StateProvider
 from actors.worker import Aborted, WorkerContext
 from collectives.errors import CollectiveError, WireFormatError, ZenrayError
@@ -153,8 +153,8 @@ class Keeper:
         """The step last committed in this epoch."""
         self._gate_s = self._idle_s = 0.0
         self._started = time.monotonic()
-        self._outbox: queue.SimpleQueue[tuple[Bytes, Frame, float, float, float] | None] = queue.SimpleQueue()
-        self.pace = Pace(max(1, len(assignment.holders) - 1))
+        self._outbox: queue.SimpleQueue[tuple[Snapshot, float, float, float] | None] = queue.SimpleQueue()
+        self.pace = Pace(max(1, len(assignment.holders) - 1), assignment.timeout_s)
         self._buffer: Bytes | None = None
         """Where each snapshot is made: the one before has arrived everywhere once it is committed."""
         self._deliveries: dict[str, Delivery] = {}
@@ -163,7 +163,8 @@ class Keeper:
     def restore(self, own: Sequence[StateProvider], replicated: Sequence[StateProvider]) -> int:
         """Load the assigned step into the providers and bring its copies back to m; returns the step.
 
-        own: states of this rank alone. replicated: states that are the same bytes on every rank. A collective call.
+        own: states of this rank alone. replicated: states that are the same bytes on every rank, whose tensors change in
+        the update alone. A collective call.
         """
         assignment = self.assignment
         self.own, self.replicated = own, replicated
@@ -176,19 +177,20 @@ class Keeper:
         return assignment.step
 
     def prepare(self, step: int) -> None:
-        """Copy the state after update `step` at once, and send the copy in the background."""
+        """Keep the state after update `step`. This rank's own is copied at once; the replicated tensors, which may not
+        change until the next gate, are copied in the background, and all of it sent."""
         if self._confirmed != self._prepared:
             raise CheckpointError(f"step {step} was prepared before the gate let its update through: call gate() first")
         applied_s = time.time()
         self.reached(Phase.SNAPSHOT, step)
         context, assignment = self.context, self.assignment
         header = Frame(assignment.run_id, assignment.epoch, context.rank, context.size, step, self.committed, 0, 0, "")
-        data, frame = snapshot(header, self.own, self.replicated, self._buffer)
-        self._buffer = data if data.base is None else data.base  # all of it, room to spare included
+        taken = snapshot(header, self.own, self.replicated, self._buffer)
+        self._buffer = taken.data if taken.data.base is None else taken.data.base  # all of it, room to spare included
         self._prepared = step
         self.pace.begin()
         self._started = time.monotonic()
-        self._outbox.put((data, frame, applied_s, self._gate_s, self._idle_s))
+        self._outbox.put((taken, applied_s, self._gate_s, self._idle_s))
 
     def gate(self) -> None:
         """Return when the step prepared last is committed. Raises Interrupted when the group is to be rebuilt,
@@ -258,17 +260,21 @@ class Keeper:
     def _replicate_all(self) -> None:
         give_way()
         try:
-            while (item := self._outbox.get()) is not None:
+            while (item := self._outbox.get()) is not None:  # ends: `close` puts None, however the function ended
                 self._replicate(*item)
         except ZenrayError as error:
             self.context.inbox.put(error)
+        except Exception as error:  # else the gate would wait in vain, and blame others
+            self.context.inbox.put(CheckpointError(f"rank {self.context.rank}: copies cannot be made: {error!r}"))
+            raise
         finally:
             for delivery in self._deliveries.values():
                 delivery.close()
 
-    def _replicate(self, data: Bytes, frame: Frame, applied_s: float, gate_s: float, idle_s: float) -> None:
+    def _replicate(self, taken: Snapshot, applied_s: float, gate_s: float, idle_s: float) -> None:
         begin = time.monotonic()
-        frame = seal(data, frame)
+        taken.complete()
+        data, frame = taken.data, seal(taken.data, taken.frame)
         holders = self.assignment.holders
         num_resent = 0
         for attempt in range(SEND_ATTEMPTS):

@@ -2,7 +2,7 @@
 
 The first steps are sent as they come and measured: the idle spans of a step, and the speed of the link. From then on
 each span takes the bytes that the plan gives it, and the last one the rest. A training thread that waits for the commit
-lifts all limits.
+lifts all limits, and so does time: a copy is worth more than an undisturbed step that does not end.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PROFILE_STEPS = 3
 class Pace:
     """Of one rank. `busy`, `begin` and `lift` belong to the thread that trains, the rest to the one that sends."""
 
-    def __init__(self, num_remote: int):
-        self.num_remote = num_remote
+    def __init__(self, num_remote: int, timeout_s: float):
+        self.num_remote, self.timeout_s = num_remote, timeout_s
         self.plan: TrafficPlan | None = None
         """None while the first steps are measured."""
         self._steps: list[list[float]] = []
@@ -66,7 +66,8 @@ class Pace:
             self._changed.notify()
 
     def allow(self, num_bytes: int) -> int:
-        """Wait for room, then return how many of `num_bytes` may be sent at once."""
+        """Wait for room, at most `timeout_s`, then return how many of `num_bytes` may be sent at once."""
+        deadline = time.monotonic() + self.timeout_s
         with self._changed:
             while True:
                 place = len(self._spans)
@@ -76,7 +77,8 @@ class Pace:
                     size = min(num_bytes, CHUNK_BYTES, self._budget[place])
                     self._budget[place] -= size
                     return size
-                self._changed.wait()
+                if not self._changed.wait(deadline - time.monotonic()):
+                    self._is_lifted = True
 
     def delivered(self, num_bytes: int, seconds: float) -> None:
         """One remote copy went through unhindered, acknowledgement included."""

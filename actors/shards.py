@@ -2,15 +2,17 @@
 
 With plain data parallelism parameters and optimizer are the same bytes on every rank. As one safetensors image they are
 cut into as many ranges as there are ranks, and each rank keeps one: n ranks keep the state once instead of n times. The
-snapshot is the only copy: tensors go straight into the frame that travels.
+snapshot is the only copy: tensors go straight into the frame that travels, and those that nothing but the next update
+changes do so while the next step computes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,11 +48,11 @@ class Image:
     In the order of their names: equal states have equal bytes, also where one has just been restored.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor | Range]):
+    def __init__(self, tensors: Mapping[str, Tensor | Room]):
         entries: dict[str, Any] = {}
         end = 0
-        self.pieces: list[tuple[int, Tensor | Range]] = []
-        """Offset in the image, and the tensor that begins there."""
+        self.pieces: list[tuple[int, Tensor | Room]] = []
+        """Offset behind the head, and the tensor that begins there."""
         for name, tensor in sorted(tensors.items()):
             if tensor.dtype not in _DTYPES:
                 raise CheckpointError(f"state '{name}' is {tensor.dtype}, which safetensors cannot hold")
@@ -64,37 +66,40 @@ class Image:
         self.layout_sha256 = hashlib.sha256(text).hexdigest()
 
     def write(self, out: Bytes, start: int, stop: int) -> None:
-        """Copy bytes [start, stop) of the image into `out`."""
+        """Copy bytes [start, stop) of the image into `out`, except where there is room for others."""
         _copy_overlap(self.head, 0, out, start, stop)
         for begin, tensor in self.pieces:
             begin += self.head.size
-            low, high = max(begin, start), min(begin + tensor.nbytes, stop)
-            if low >= high:
-                continue
-            if isinstance(tensor, Range):
-                first = tensor.start + low - begin
-                tensor.image.write(out[low - start : high - start], first, first + high - low)
-            else:
+            if isinstance(tensor, Tensor) and max(begin, start) < min(begin + tensor.nbytes, stop):
                 flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 _copy_overlap(flat, begin, out, start, stop)
 
+    def room(self, out: Bytes) -> Bytes:
+        """Where the bytes of its `Room` belong in `out`, a buffer of the whole image."""
+        (found,) = [(begin, room) for begin, room in self.pieces if isinstance(room, Room)]
+        begin = self.head.size + found[0]
+        return out[begin : begin + found[1].nbytes]
+
 
 @dataclass(frozen=True)
-class Range:
-    """Bytes [start, stop) of an image, as a tensor of another one."""
+class Room:
+    """Bytes of an image that are filled in later, as a tensor of it."""
 
-    image: Image
-    start: int
-    stop: int
+    nbytes: int
     dtype: torch.dtype = torch.uint8
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
 
     @property
     def shape(self) -> tuple[int]:
         return (self.nbytes,)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A frame, not sealed yet. complete: copies what it still lacks; to be called before the next update."""
+
+    data: Bytes
+    frame: Frame
+    complete: Callable[[], None]
 
 
 def _copy_overlap(piece: Bytes, begin: int, out: Bytes, start: int, stop: int) -> None:
@@ -110,16 +115,17 @@ def share(num_bytes: int, rank: int, num_shards: int) -> tuple[int, int]:
 
 def snapshot(
     header: Frame, own: Sequence[StateProvider], replicated: Sequence[StateProvider], buffer: Bytes | None = None
-) -> tuple[Bytes, Frame]:
-    """Copy this rank's shard into a frame, not sealed yet. `header` says whose it is; its sizes are filled in.
+) -> Snapshot:
+    """Copy this rank's own states and all values into a frame. `header` says whose it is; its sizes are filled in.
 
-    buffer: memory to reuse; a new one is made where it is too small.
+    The replicated tensors are left to `Snapshot.complete`, unless a device holds some: its streams know no order with
+    the thread that completes. buffer: memory to reuse; a new one is made where it is too small.
     """
     own_tensors, own_values = collect(own)
     shared_tensors, shared_values = collect(replicated)
     shared = Image(shared_tensors)
-    part = Range(shared, *share(shared.num_bytes, header.rank, header.num_shards))
-    image = Image({**own_tensors, RANGE_KEY: part})
+    start, stop = share(shared.num_bytes, header.rank, header.num_shards)
+    image = Image({**own_tensors, RANGE_KEY: Room(stop - start)})
     parts = {"own": own_values, "replicated": shared_values, "layout_sha256": shared.layout_sha256}
     values = json.dumps(parts, sort_keys=True).encode()
     values += b" " * (-len(values) % 8)
@@ -128,9 +134,14 @@ def snapshot(
     if buffer is None or buffer.size < num_bytes:
         buffer = np.empty(num_bytes + num_bytes // 16, np.uint8)
     buffer[HEADER_BYTES:middle] = np.frombuffer(values, np.uint8)
-    image.write(buffer[middle:num_bytes], 0, image.num_bytes)
+    content = buffer[middle:num_bytes]
+    image.write(content, 0, image.num_bytes)
     frame = replace(header, values_bytes=len(values), tensors_bytes=image.num_bytes)
-    return buffer[:num_bytes], frame
+    taken = Snapshot(buffer[:num_bytes], frame, partial(shared.write, image.room(content), start, stop))
+    if all(tensor.device.type == "cpu" for tensor in shared_tensors.values()):
+        return taken
+    taken.complete()
+    return replace(taken, complete=lambda: None)
 
 
 def restore(

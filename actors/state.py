@@ -59,7 +59,10 @@ class StateProvider(Protocol):
     def name(self) -> str: ...
 
     def state_dict(self) -> State:
-        """Tensors (any device, not copied here) and JSON values, by key."""
+        """Tensors (any device, not copied here) and JSON values, by key.
+
+        Where the state is replicated, the tensors are read until the next update: what changes sooner must be a copy.
+        """
 
     def load_state_dict(self, state: State) -> None:
         """Restore exactly; tensors arrive on the CPU."""
@@ -178,7 +181,12 @@ class ModelState:
     name: str = "model"
 
     def state_dict(self) -> State:
-        return dict(self.model.state_dict())
+        """Buffers, which a forward pass may change, are copies."""
+        state: State = dict(self.model.state_dict())
+        for name, buffer in self.model.named_buffers():
+            if name in state:
+                state[name] = buffer.detach().clone()
+        return state
 
     def load_state_dict(self, state: State) -> None:
         self.model.load_state_dict(state, strict=True)

@@ -102,6 +102,25 @@ def test_no_bare_except_and_no_pickle_on_wires_or_disks() -> None:
                 assert "pickle" not in names, f"{path}:{node.lineno}: pickle"
 
 
+def test_every_wait_has_a_limit_or_says_what_ends_it() -> None:
+    """Of calls that block: a limit among their arguments, or a comment `# ends: ...` in their line."""
+    blocking = {"wait", "wait_for", "get", "join", "acquire", "result", "communicate", "accept"}
+    outside = {("ray", "get"), ("ray", "wait"), ("subprocess", "run"), ("socket", "create_connection")}
+    outside |= {("requests", "get"), ("requests", "post"), ("request", "urlopen")}
+    for path in (path for path in SOURCES if path.parts[-2] in ("actors", "placement", "zenray")):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            name, owner = node.func.attr, ast.unparse(node.func.value).rpartition(".")[2]
+            is_limited = any("timeout" in (keyword.arg or "") for keyword in node.keywords)
+            if (owner, name) not in outside:
+                lifts = name == "settimeout" and ast.unparse(node.args[0]) == "None"
+                is_limited |= not lifts and (name not in blocking or len(node.args) > (name == "wait_for"))
+            line = text.splitlines()[node.lineno - 1]
+            assert is_limited or "# ends: " in line, f"{path}:{node.lineno}: {line.strip()}"
+
+
 def test_ignore_patterns_are_anchored() -> None:
     """A pattern without a leading slash drops source files from the package that Ray uploads."""
     anchored = re.compile(r"^(/|\*\.|__pycache__/$)")

@@ -18,7 +18,7 @@ from actors.errors import CheckpointError, MemoryExhausted, StaleEpoch
 from actors.folder import ShardFolder, Stamp
 from actors.frames import HEADER_BYTES, Frame, parts, read, seal
 from actors.journal import Journal, read_journal
-from actors.shards import Image, restore, share, snapshot
+from actors.shards import Image, Snapshot, restore, share, snapshot
 from actors.state import DataPosition, ExpertShards, ModelState, OptimizerState, RandomState, ResidualState
 from actors.storage import Storage, StorageTier
 from collectives.errors import WireFormatError
@@ -204,8 +204,12 @@ class Training:
 
 
 def shard_of(training: Training, header: Frame) -> tuple[np.ndarray, Frame]:
-    data, frame_ = snapshot(header, training.own, training.replicated)
-    return data, seal(data, frame_)
+    return sealed(snapshot(header, training.own, training.replicated))
+
+
+def sealed(taken: Snapshot) -> tuple[np.ndarray, Frame]:
+    taken.complete()
+    return taken.data, seal(taken.data, taken.frame)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
@@ -215,10 +219,10 @@ def test_a_restored_training_goes_on_bit_identically(num_shards: int) -> None:
     first.step()
     shards = []
     for rank in reversed(range(num_shards)):
-        data, sealed = shard_of(first, Frame("r", 1, rank, num_shards, 2, (0, 0), 0, 0, ""))
+        data, frame_ = shard_of(first, Frame("r", 1, rank, num_shards, 2, (0, 0), 0, 0, ""))
         snapshot_of_first = data
-        assert read(data, "r", LIMIT) == sealed
-        shards.insert(0, parts(data, sealed))
+        assert read(data, "r", LIMIT) == frame_
+        shards.insert(0, parts(data, frame_))
     for _ in range(3):
         first.step()
     second = Training(2)
@@ -234,6 +238,30 @@ def test_a_restored_training_goes_on_bit_identically(num_shards: int) -> None:
     assert torch.equal(*residuals)
 
 
+def test_what_the_next_step_changes_before_its_update_is_copied_at_once() -> None:
+    """Own states, random ones and residuals among them, and buffers; only then is the rest copied."""
+    training = Training(1)
+    training.step()
+    model = torch.nn.Sequential(training.model, torch.nn.BatchNorm1d(3))
+    replicated = [ModelState(model), OptimizerState(training.optimizer, training.model)]
+    taken = snapshot(Frame("r", 1, 0, 1, 1, (0, 0), 0, 0, ""), training.own, replicated)
+    state, draw = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
+    residual = training.feedback.residual([("weight", 18)])
+    owed = residual.value.clone()
+    model(torch.randn(4, 6)).sum().backward()
+    residual.update.fill_(9.0)
+    training.feedback.commit()
+    training.position.consumed += 1
+    assert not torch.equal(model.state_dict()["1.running_mean"], state["1.running_mean"])
+    shard = parts(*sealed(taken))
+    training.optimizer.step()
+    restore([shard], 0, 1, training.own, replicated)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), draw)
+    assert torch.equal(training.feedback.residual([("weight", 18)]).value, owed)
+    assert training.position.consumed == 1
+
+
 @pytest.mark.parametrize("new_size", [1, 3])
 def test_a_group_of_another_size_shares_out_residuals_experts_and_position(new_size: int) -> None:
     old = [Training(1) for _ in range(2)]
@@ -247,8 +275,7 @@ def test_a_group_of_another_size_shares_out_residuals_experts_and_position(new_s
         training.feedback.commit()
         experts.experts.fill(0, whole)
         header = Frame("r", 1, rank, 2, 1, (0, 0), 0, 0, "")
-        data, frame_ = snapshot(header, [*training.own, experts], training.replicated)
-        shards.append(parts(data, seal(data, frame_)))
+        shards.append(parts(*sealed(snapshot(header, [*training.own, experts], training.replicated))))
     for rank in range(new_size):
         new, experts = Training(rank), expert_shards(rank, new_size)
         restore(shards, rank if rank < 2 else None, new_size, [*new.own, experts], new.replicated)
@@ -267,10 +294,10 @@ def expert_shards(rank: int, size: int) -> ExpertShards:
 
 def test_shards_that_do_not_fit_together_change_nothing() -> None:
     training = Training(1)
-    data, sealed = shard_of(training, Frame("r", 1, 0, 2, 2, (0, 0), 0, 0, ""))
+    data, frame_ = shard_of(training, Frame("r", 1, 0, 2, 2, (0, 0), 0, 0, ""))
     before = training.model.weight.detach().clone()
     with pytest.raises(CheckpointError, match="1 shards do not make up one state"):
-        restore([parts(data, sealed)], 0, 2, training.own, training.replicated)
+        restore([parts(data, frame_)], 0, 2, training.own, training.replicated)
     assert torch.equal(training.model.weight, before)
 
 
@@ -297,8 +324,8 @@ def test_the_journal_is_read_up_to_a_torn_line(tmp_path: Path) -> None:
 
 def test_a_shard_on_disk_verifies_and_carries_its_stamp(tmp_path: Path) -> None:
     training = Training(1)
-    data, sealed = shard_of(training, Frame("r", 3, 0, 1, 7, (0, 0), 0, 0, ""))
-    values, tensors = parts(data, sealed)
+    data, frame_ = shard_of(training, Frame("r", 3, 0, 1, 7, (0, 0), 0, 0, ""))
+    values, tensors = parts(data, frame_)
     folder = ShardFolder(tmp_path, 0, 1)
     folder.write(Stamp("r", 7, 3, 0, 1, ""), tensors, values)
     assert folder.latest() == 7

@@ -96,7 +96,7 @@ def test_a_silent_holder_is_a_timeout_and_a_late_frame_of_a_replaced_rank_is_dro
 
 
 def test_chunks_fill_the_planned_spans_and_a_waiting_trainer_lifts_the_limits() -> None:
-    pace = Pace(num_remote=1)
+    pace = Pace(num_remote=1, timeout_s=60.0)
     for _ in range(PROFILE_STEPS + 1):
         pace.begin()
         with pace.busy():
@@ -118,3 +118,7 @@ def test_chunks_fill_the_planned_spans_and_a_waiting_trainer_lifts_the_limits() 
     pace.lift()
     waiting.join(5.0)
     assert not waiting.is_alive()
+    pace.begin()
+    pace.timeout_s = 0.05
+    with pace.busy():  # a collective that does not end
+        assert pace.allow(1000) == 1000
