@@ -160,8 +160,7 @@ class SyncHook:
     def start(self, bucket: GradBucket) -> Future[Tensor]:
         """Queue one bucket; its collectives run in order behind those of earlier buckets."""
         self._require_health()
-        if not self._stop.alive:
-            raise CollectiveError(f"rank {self.transport.rank}: the gradient synchroniser was closed")
+        self._require_open()
         self._check_replicas_if_due()
         buffer = bucket.buffer()
         names = tuple(self._names[p] for p in bucket.parameters())
@@ -183,6 +182,10 @@ class SyncHook:
                 f"group and the model from the last checkpoint."
             )
 
+    def _require_open(self) -> None:
+        if not self._stop.alive:
+            raise CollectiveError(f"rank {self.transport.rank}: the gradient synchroniser was closed; attach a new one")
+
     def _submit(self, job: Callable[[], None]) -> None:
         if self._thread is None:
             job()
@@ -195,7 +198,7 @@ class SyncHook:
         An exception inside a future would reach DDP as a value of the wrong type.
         """
         started = time.perf_counter()
-        work.done.wait()
+        work.done.wait()  # ends: by the transport's deadlines
         self._waited_s += time.perf_counter() - started
         if self.error is not None:
             raise self.error
@@ -227,8 +230,10 @@ class SyncHook:
                 result = self._reduce(work)
             except BaseException as error:
                 self._fail(error, f"gradient of {_listing(work.names)}")
-        work.future.set_result(result)
-        work.done.set()
+        try:
+            work.future.set_result(result)
+        finally:
+            work.done.set()
 
     def _reduce(self, work: _Bucket) -> Tensor:
         self._reducer.step = self.num_backwards
@@ -312,10 +317,11 @@ class SyncHook:
         """Compare all parameters over all ranks now; a collective call, not during backward. See `check_replicas`."""
         if self.error is not None:
             raise self.error
+        self._require_open()
         done = threading.Event()
         self._submit(self._check_replicas)
         self._submit(done.set)
-        done.wait()
+        done.wait()  # ends: by the transport's deadlines
         if self.error is not None:
             raise self.error
 
@@ -386,7 +392,7 @@ def _define_missing_gradients(
 
 
 def _run_jobs(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    while (job := jobs.get()) is not None:
+    while (job := jobs.get()) is not None:  # ends: `_stop` puts None
         job()
         del job
 

@@ -171,14 +171,13 @@ class _Shape:
 class _Tensor:
     """State of one tensor. All of it but `pending` is equal on all ranks.
 
-    digest: of everything that was observed. considered: calls until all schemes are compared again.
+    considered: calls until all schemes are compared again.
     considered_rows, considered_codec: what the last comparison was made for.
     """
 
     gamma: float | None = None
     current: str | None = None
     calls: int = 0
-    digest: int = 0
     considered: int = 0
     considered_rows: int = 0
     considered_codec: str | None = None
@@ -189,9 +188,6 @@ class _Tensor:
 
     def shared(self) -> dict[str, Any]:
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "pending"}
-
-    def mix(self, *numbers: float) -> None:
-        self.digest = zlib.crc32(struct.pack(f"<{len(numbers)}d", *numbers), self.digest)
 
 
 def _shape_of(load: Load) -> str:
@@ -211,12 +207,14 @@ class Planner:
         self.choices: dict[str, Choice] = {}
         self._tensors: dict[str, _Tensor] = {}
         self._shapes: dict[str, _Shape] = {}
+        self._digest = 0
+        """Of all that was observed and agreed, in the order of the calls, which is the same on all ranks."""
         self._history: deque[CallRecord] = deque(maxlen=MAX_RECORDS)
 
     def record(self, name: str) -> tuple[int, int, int]:
         """This rank's part of the metadata round: state digest, nanoseconds and payload bytes of the last call."""
         tensor = self._tensor(name)
-        counters = tensor.digest, tensor.calls, tensor.considered, tensor.considered_rows, tensor.scan_wait
+        counters = self._digest, tensor.calls, tensor.considered, tensor.considered_rows, tensor.scan_wait
         digest = zlib.crc32(struct.pack("<5q", *counters))
         if tensor.pending is None:
             return digest, 0, 0
@@ -237,7 +235,7 @@ class Planner:
             return
         (last, shape), tensor.pending = tensor.pending, None
         agreed = replace(last, observed_s=max(nanoseconds) / 1e9, observed_bytes=max(payloads))
-        tensor.mix(agreed.observed_s, agreed.observed_bytes)
+        self._mix(agreed.observed_s, agreed.observed_bytes)
         self._history.append(agreed)
         self._shape(shape).observe(agreed.scheme, agreed.observed_s, agreed.model_s)
 
@@ -296,7 +294,7 @@ class Planner:
             tensor.gamma = now if tensor.gamma is None else tensor.gamma + GAMMA_WEIGHT * (now - tensor.gamma)
         tensor.current = choice.scheme
         tensor.calls += 1
-        tensor.mix(zlib.crc32(choice.scheme.encode()), choice.model_s, -1 if union is None else union)
+        self._mix(zlib.crc32(choice.scheme.encode()), choice.model_s, -1 if union is None else union)
         record = CallRecord(
             tensor=name,
             call=tensor.calls,
@@ -319,18 +317,24 @@ class Planner:
         """Plain JSON values, equal on all ranks, independent of process groups."""
         return {
             "size": self.link.size,
+            "digest": self._digest,
             "tensors": {name: tensor.shared() for name, tensor in self._tensors.items()},
             "shapes": {name: deepcopy(asdict(shape)) for name, shape in self._shapes.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, on all ranks alike. With another number of ranks its measurements do not apply."""
-        known = state if state["size"] == self.link.size else {"tensors": {}, "shapes": {}}
+        nothing: Mapping[str, Any] = {"digest": 0, "tensors": {}, "shapes": {}}
+        known = state if state["size"] == self.link.size else nothing
+        self._digest = known["digest"]
         self._tensors = {name: _Tensor(**tensor) for name, tensor in known["tensors"].items()}
         self._shapes = {name: _Shape(**deepcopy(shape)) for name, shape in known["shapes"].items()}
 
     def _tensor(self, name: str) -> _Tensor:
         return self._tensors.setdefault(name, _Tensor())
+
+    def _mix(self, *numbers: float) -> None:
+        self._digest = zlib.crc32(struct.pack(f"<{len(numbers)}d", *numbers), self._digest)
 
     def _shape(self, name: str) -> _Shape:
         return self._shapes.setdefault(name, _Shape())

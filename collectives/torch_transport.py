@@ -78,7 +78,7 @@ class TorchTransport:
             work = dist.all_reduce(data, op=native_op, group=self.group, async_op=True)
             assert work is not None
             if self.watch is None:
-                work.wait()
+                work.wait()  # ends: by the watchdog of the NCCL group
             else:
                 self.watch.wait(work, self.timeout_s)
         except RuntimeError as error:
@@ -233,7 +233,7 @@ class NcclExchange:
         self.launched = True
         try:
             for work in dist.batch_isend_irecv(self.operations) if self.operations else []:
-                work.wait()
+                work.wait()  # ends: by the watchdog of the NCCL group
         except RuntimeError as error:
             raise CollectiveError(f"rank {self.transport.rank}: phase '{self.phase}' failed: {error}") from error
 

@@ -166,7 +166,7 @@ def run_ranks(
 ) -> list[Any]:
     """Run `target` on `num_ranks` processes and return its results by rank; see `RankProcesses`. Raises RankFailed."""
     with RankProcesses(num_ranks, target, config, bed=bed, timeout_s=timeout_s, env=env) as ranks:
-        return ranks.wait()
+        return ranks.wait()  # ends: by `timeout_s`
 
 
 # --- in the rank's process --------------------------------------------------------------------------------------------

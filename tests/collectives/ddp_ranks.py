@@ -297,7 +297,7 @@ def bad_inputs(transport: Transport) -> dict[str, Any]:
     twice = error_of(lambda: attach(model))
     model(batch(Case(), transport.rank, 0)).backward()
     if transport.rank == 0:
-        attached(model).load_state_dict({"planner": {"size": transport.size, "tensors": {}, "shapes": {}}})
+        attached(model).load_state_dict({"planner": {"size": transport.size, "digest": 0, "tensors": {}, "shapes": {}}})
     differing = error_of(lambda: model(batch(Case(), transport.rank, 1)).backward())
     after = error_of(lambda: model(batch(Case(), transport.rank, 1)).backward())
     attached(model).close()
@@ -305,7 +305,15 @@ def bad_inputs(transport: Transport) -> dict[str, Any]:
     attached(model).close()
     attached(model).close()
     closed = error_of(lambda: model(batch(Case(), transport.rank, 0)).backward())
-    return {"unsupported": unsupported, "twice": twice, "differing": differing, "after": after, "closed": closed}
+    checked = error_of(attached(model).check_replicas)
+    return {
+        "unsupported": unsupported,
+        "twice": twice,
+        "differing": differing,
+        "after": after,
+        "closed": closed,
+        "checked": checked,
+    }
 
 
 def changed_policy(transport: Transport) -> list[str]:

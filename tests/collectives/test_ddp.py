@@ -195,6 +195,7 @@ def test_predicted_bytes_are_within_5_percent_after_three_steps(scheme: str) -> 
         ("differing", "CollectiveMismatch", "the planner's state on rank(s) ["),
         ("after", "CollectiveError", "failed earlier: gradient of "),
         ("closed", "CollectiveError", "the gradient synchroniser was closed"),
+        ("checked", "CollectiveError", "the gradient synchroniser was closed"),
     ],
 )
 def test_errors_reach_every_rank_and_say_what_happened(

@@ -16,6 +16,7 @@ from collectives.errors import CollectiveMismatch, ConfigError
 from collectives.planner import (
     ELEMENT_SCHEMES,
     MAX_SCAN_PAUSE,
+    RECONSIDER_CALLS,
     ROW_SCHEMES,
     Planner,
     choose_scheme,
@@ -195,7 +196,7 @@ def test_gamma_follows_the_results_and_predicts_the_next_union() -> None:
 def test_a_rank_whose_state_differs_is_named() -> None:
     ranks = Ranks(3, dict.fromkeys(ROW_SCHEMES, 1e-3), load(3, 100, 2.0, 10_000, 16))
     ranks.step()
-    ranks.planners[2].load_state_dict({"size": 3, "tensors": {}, "shapes": {}})
+    ranks.planners[2].load_state_dict({"size": 3, "digest": 0, "tensors": {}, "shapes": {}})
     with pytest.raises(CollectiveMismatch, match=r"tensor 't': .* rank\(s\) \[2\] differs"):
         ranks.step()
 
@@ -242,3 +243,40 @@ def test_state_survives_a_restart_and_is_dropped_for_another_number_of_ranks() -
     smaller = Planner(link(3))
     smaller.load_state_dict(state)
     assert smaller.record("t")[0] == Planner(link(3)).record("t")[0]
+
+
+def test_a_rank_that_measured_something_else_of_the_same_shape_is_named() -> None:
+    """Tensors of one shape share measurements, so what another tensor did belongs to the state that must agree."""
+    tensor = load(2, 100, 2.0, 10_000, 16)
+    planners = [Planner(link(2)) for _ in range(2)]
+    for planner, seconds in zip(planners, (0.1, 0.2), strict=True):
+        planner.settle("a", np.array([planner.record("a")] * 2))
+        planner.choose("a", tensor)
+        planner.observe("a", tensor, 150, 1000, seconds)
+        planner.settle("a", np.array([planner.record("a")] * 2))
+    with pytest.raises(CollectiveMismatch, match=r"tensor 'b': .* rank\(s\) \[1\] differs"):
+        planners[0].settle("b", np.array([planner.record("b") for planner in planners]))
+
+
+def test_a_settled_tensor_keeps_its_scheme_and_compares_again_when_its_rows_change() -> None:
+    tensor = load(4, 1000, 2.0, 20_000, 64)
+    ranks = Ranks(4, {name: predict(name, tensor, link(4)).seconds for name in ROW_SCHEMES}, tensor)
+    for _ in range(30):
+        settled = ranks.step()
+    planner, kept = ranks.planners[0], "the last comparison"
+
+    def mark() -> None:
+        planner.choices["t"] = replace(planner.choices["t"], reason=kept)
+
+    mark()
+    ranks.step()
+    assert planner.choices["t"].reason == kept
+    assert planner.choices["t"].predicted_bytes == predict(settled, tensor, link(4)).payload_bytes
+    for _ in range(RECONSIDER_CALLS):
+        ranks.step()
+    assert planner.choices["t"].reason != kept
+    ranks.step()
+    mark()
+    ranks.tensor = load(4, 1200, 2.0, 20_000, 64)
+    ranks.step()
+    assert planner.choices["t"].reason != kept

@@ -95,7 +95,7 @@ class Synchroniser:
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {
-            "planner": {"size": 2, "tensors": {}, "shapes": {}},
+            "planner": {"size": 2, "digest": 0, "tensors": {}, "shapes": {}},
             "loss_scale": 2.0,
             "plan": {"size": 2, "stretches": {}},
             "feedback": {
