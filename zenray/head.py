@@ -53,8 +53,12 @@ def check_address(address: str) -> None:
 
 
 def check_cluster_address(address: str) -> None:
-    """Raises ConfigError for what `ray.init` cannot join: Ray Client, and the address of the jobs API."""
+    """Raises ConfigError for what `ray.init` cannot join: Ray Client, the address of the jobs API, and no address."""
     check_address(address)
+    try:
+        _ = urlsplit(f"//{address}").port
+    except ValueError:
+        raise ConfigError(f"'{address}' is no address of a cluster; set RAY_ADDRESS to HOST:PORT") from None
     if address.startswith(("http://", "https://")):
         host = urlsplit(address).hostname or "HOST"
         raise ConfigError(

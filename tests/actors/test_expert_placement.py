@@ -50,10 +50,11 @@ def test_ranks_hear_plans_without_waiting_and_go_on_when_the_planner_dies(wait_u
     assert wait_until(hear, 30.0)
     assert wait_until(lambda: bool(second.poll(0)), 30.0)
     newest = heard[-1][-1].version
-    first.submit(10**6, counts(1), newest)
-    first.poll(newest)
-    assert wait_until(lambda: first._answer is not None and first._done(first._answer), 30.0)
-    assert first.poll(10**6) == [], "an answer to an older question brings nothing that is known by now"
+    ray.get(actor.note.remote(10**6, counts(1), newest), timeout=30)
+    asked = PlanClient(actor)
+    asked.poll(newest)  # is answered with the plan just made
+    assert wait_until(lambda: asked._done(asked._answer), 30.0)
+    assert asked.poll(10**6) == [], "an answer to an older question brings nothing that is known by now"
     ray.kill(actor, no_restart=False)
     started, polls = time.monotonic(), 0
     while not events and time.monotonic() - started < 30:

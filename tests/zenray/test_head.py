@@ -12,7 +12,11 @@ from zenray.head import HeadUnreachable, connect_head
 @pytest.mark.parametrize("command", [["status"], ["cancel", "job"]])
 @pytest.mark.parametrize(
     ("address", "words"),
-    [("ray://head:10001", "is Ray Client"), ("http://10.0.0.9:8265", "usually 10.0.0.9:6379")],
+    [
+        ("ray://head:10001", "is Ray Client"),
+        ("http://10.0.0.9:8265", "usually 10.0.0.9:6379"),
+        ("head:port", "set RAY_ADDRESS to HOST:PORT"),
+    ],
 )
 def test_the_queue_is_not_reached_by_ray_client_nor_the_jobs_api(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str], address: str, words: str
