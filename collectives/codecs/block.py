@@ -31,7 +31,7 @@ from collectives.codecs.codec import (
     write_header,
 )
 from collectives.codecs.hashing import keys
-from collectives.codecs.lanes import can_stream, stream
+from collectives.codecs.lanes import can_stream, copy_past_caches
 
 if TYPE_CHECKING:
     from collectives.codecs.gpu import BlockSide
@@ -58,6 +58,11 @@ class _Feedback(NamedTuple):
         return _Feedback(self.old[start:stop], self.new[start:stop], self.scratch)
 
 
+def leaves_caches(out: Array) -> bool:
+    """Whether a result is so large that it is better written past the caches, and lies where it can be."""
+    return out.nbytes >= STREAM_BYTES and can_stream(out)
+
+
 def _tiles(numel: int) -> Iterator[tuple[int, int]]:
     """Element ranges that start at block borders and fit the cache."""
     for start in range(0, numel, TILE_VALUES):
@@ -72,6 +77,8 @@ class BlockCodec(Fp32Codec):
     row_width: ClassVar[int]
     payload_dtype: ClassVar[np.dtype[Any]]
     scale_dtype: ClassVar[np.dtype[Any] | None] = None
+    streams: ClassVar[bool] = False
+    """`_decode_rows` itself writes what `leaves_caches` past them."""
 
     @property
     def fused_feedback(self) -> bool:
@@ -193,14 +200,14 @@ class BlockCodec(Fp32Codec):
 
     def _decode(self, buffer: Array, flags: int, out: Array, accumulate: bool, scale: np.float32) -> None:
         scales, payload = self._sections(buffer, out.size)
-        if accumulate or out.nbytes < STREAM_BYTES or self.reference or not can_stream(out):
+        if self.streams or self.reference or accumulate or not leaves_caches(out):
             self._decode_tile(scales, payload, out, 0, accumulate, scale)
             return
         tile = np.empty(STREAM_TILE, np.float32)
         for start in range(0, out.size, STREAM_TILE):
             part = out[start : start + STREAM_TILE]
             self._decode_tile(scales, payload, tile[: part.size], start, False, scale)
-            stream(part, tile[: part.size])
+            copy_past_caches(part, tile[: part.size])
 
     def _decode_tile(
         self, scales: Array, payload: Array, out: Array, start: int, accumulate: bool, factor: np.float32

@@ -3,8 +3,6 @@
 The largest magnitude of a block is an integer maximum over the absolute fp32 bits: free of order, equal in NumPy,
 numba and CUDA, and at or above 0x7f800000 exactly when the block holds a NaN or an infinity. Such a block gets a NaN
 scale and zero payload. A block below 2^-118 gets scale 0: there 127/amax would overflow.
-
-The loop forms matter: see the comments at the kernels.
 """
 
 from __future__ import annotations
@@ -15,14 +13,37 @@ from typing import Any, ClassVar
 import numpy as np
 from numba import njit
 
-from collectives.codecs.block import BlockCodec
+from collectives.codecs.block import BlockCodec, leaves_caches
 from collectives.codecs.codec import ABS_MASK, INF_BITS, Array, Flag
 from collectives.codecs.hadamard import rotate32, rotate32_numpy
 from collectives.codecs.hashing import hash32, hash32_numpy
-from collectives.codecs.lanes import AHEAD, LINE, prefetch, top32
+from collectives.codecs.lanes import (
+    AHEAD,
+    LANES,
+    LINE,
+    floats,
+    high4,
+    larger,
+    largest,
+    load,
+    low4,
+    magnitude,
+    minus,
+    narrow,
+    nearest,
+    pack4,
+    plus,
+    prefetch,
+    scaled,
+    store,
+    stream,
+    wide,
+)
 
 TINY_BITS = np.int32(0x04800000)
 """2^-118 as fp32 bits."""
+INT4_AHEAD = AHEAD * 8
+"""Blocks of 32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +58,7 @@ class Int8Block(BlockCodec):
     row_width: ClassVar[int] = 256
     payload_dtype: ClassVar[np.dtype[Any]] = np.dtype(np.int8)
     scale_dtype: ClassVar[np.dtype[Any] | None] = np.dtype(np.float32)
+    streams: ClassVar[bool] = True
 
     @property
     def fused_feedback(self) -> bool:
@@ -45,15 +67,17 @@ class Int8Block(BlockCodec):
     def _encode_rows(
         self, x: Array, scales: Array, payload: Array, first: int, seed: tuple[np.uint32, np.uint32]
     ) -> int:
-        kernel = int8_encode_numpy if self.reference else _int8_encode
-        return int(kernel(x, x.view(np.int32), scales, payload))
+        if self.reference:
+            return int8_encode_numpy(x, x.view(np.int32), scales, payload)
+        return int(_int8_encode(x.reshape(-1), scales, payload.reshape(-1)))
 
     def _decode_rows(self, scales: Array, payload: Array, out: Array, accumulate: bool, factor: np.float32) -> None:
         if self.reference:
             values = payload.astype(np.float32) * scales[:, None] * factor
             out[:] = out + values if accumulate else values
         else:
-            _int8_decode(scales, payload, out, accumulate, factor)
+            past = leaves_caches(out)
+            _int8_decode(scales, payload.reshape(-1), out.reshape(-1), accumulate, past, factor)
 
     def _feedback_rows(
         self,
@@ -68,8 +92,8 @@ class Int8Block(BlockCodec):
     ) -> int:
         if self.reference:
             return super()._feedback_rows(x, old, new, scales, payload, first, seed, scratch)
-        total = scratch[0, : self.block]
-        return int(_int8_feedback(x, old, new, scales, payload, total, total.view(np.int32)))
+        rows = (array.reshape(-1) for array in (x, old, new))
+        return int(_int8_feedback(*rows, scales, payload.reshape(-1), scratch[0]))
 
 
 def int8_encode_numpy(x: Array, bits: Array, scales: Array, payload: Array) -> int:
@@ -86,80 +110,80 @@ def int8_encode_numpy(x: Array, bits: Array, scales: Array, payload: Array) -> i
     return Flag.NONFINITE if (top >= INF_BITS).any() else 0
 
 
-# Row views of 2-D arrays, a literal trip count, int32 maxima and the cast float -> int32 -> int8 make these loops
-# vectors; a flat index b*256+i, a float maximum or an unsigned mix costs a factor of two to ten. No clip is needed:
-# |x| * (127/amax) rounds to at most 127 * (1 + 2^-22).
+@njit(nogil=True, cache=True)
+def _int8_scale(top):  # type: ignore[no-untyped-def]
+    """scale and 127/amax from the largest magnitude of a block."""
+    if top < TINY_BITS:
+        return np.float32(0), np.float32(0)
+    amax = np.int32(top).view(np.float32)
+    return amax / np.float32(127), np.float32(127) / amax
+
+
+# No clip is needed: |x| * (127/amax) rounds to at most 127 * (1 + 2^-22).
 
 
 @njit(nogil=True, cache=True)
-def _int8_encode(x, bits, scales, payload):  # type: ignore[no-untyped-def]
-    flags, flat = 0, x.reshape(-1)
-    for b in range(x.shape[0]):
-        row, word, code = x[b], bits[b], payload[b]
-        for i in range(0, 256, LINE):
-            prefetch(flat, (b + AHEAD) * 256 + i)
-        top = np.int32(0)
-        for i in range(256):
-            top = max(top, word[i] & ABS_MASK)
-        inverse, scale = np.float32(0), np.float32(0)
-        if top >= TINY_BITS:
-            amax = np.int32(top).view(np.float32)
-            inverse, scale = np.float32(127) / amax, amax / np.float32(127)
-        if top < INF_BITS:
-            scales[b] = scale
-            for i in range(256):
-                code[i] = np.int8(np.int32(np.rint(row[i] * inverse)))
-        else:
+def _int8_encode(x, scales, payload):  # type: ignore[no-untyped-def]
+    flags = 0
+    for b in range(scales.shape[0]):
+        start, stop = b * 256, b * 256 + 256
+        tops = magnitude(load(x, start))
+        for i in range(start, stop, LANES):
+            prefetch(x, i + AHEAD * 256)
+            tops = larger(tops, magnitude(load(x, i)))
+        top = largest(tops)
+        if top >= INF_BITS:
             flags = 1
             scales[b] = np.float32(np.nan)
-            code[:] = 0
+            payload[start:stop] = 0
+            continue
+        scales[b], inverse = _int8_scale(top)
+        for i in range(start, stop, LANES):
+            store(payload, i, narrow(nearest(scaled(load(x, i), inverse))))
     return flags
 
 
 @njit(nogil=True, cache=True)
-def _int8_feedback(x, old, new, scales, payload, total, total_bits):  # type: ignore[no-untyped-def]
-    flags, flat, flat_old = 0, x.reshape(-1), old.reshape(-1)
-    for b in range(x.shape[0]):
-        row, before, after, code = x[b], old[b], new[b], payload[b]
-        for i in range(0, 256, LINE):
-            prefetch(flat, (b + AHEAD) * 256 + i)
-            prefetch(flat_old, (b + AHEAD) * 256 + i)
-        for i in range(256):
-            total[i] = row[i] + before[i]
-        top = np.int32(0)
-        for i in range(256):
-            top = max(top, total_bits[i] & ABS_MASK)
-        inverse, scale = np.float32(0), np.float32(0)
-        if top >= TINY_BITS:
-            amax = np.int32(top).view(np.float32)
-            inverse, scale = np.float32(127) / amax, amax / np.float32(127)
-        if top < INF_BITS:
-            scales[b] = scale
-            for i in range(256):
-                code[i] = np.int8(np.int32(np.rint(total[i] * inverse)))
-            for i in range(256):
-                after[i] = total[i] - np.rint(total[i] * inverse) * scale
-        else:
+def _int8_feedback(x, old, new, scales, payload, total):  # type: ignore[no-untyped-def]
+    flags = 0
+    for b in range(scales.shape[0]):
+        start = b * 256
+        tops = magnitude(plus(load(x, start), load(old, start)))
+        for i in range(0, 256, LANES):
+            prefetch(x, start + i + AHEAD * 256)
+            prefetch(old, start + i + AHEAD * 256)
+            added = plus(load(x, start + i), load(old, start + i))
+            store(total, i, added)
+            tops = larger(tops, magnitude(added))
+        top = largest(tops)
+        if top >= INF_BITS:
             flags = 1
             scales[b] = np.float32(np.nan)
-            code[:] = 0
-            for i in range(256):
-                after[i] = before[i]
+            payload[start : start + 256] = 0
+            new[start : start + 256] = old[start : start + 256]
+            continue
+        scale, inverse = _int8_scale(top)
+        scales[b] = scale
+        for i in range(0, 256, LANES):
+            added = load(total, i)
+            code = nearest(scaled(added, inverse))
+            store(payload, start + i, narrow(code))
+            store(new, start + i, minus(added, scaled(floats(code), scale)))
     return flags
 
 
 @njit(nogil=True, cache=True)
-def _int8_decode(scales, payload, out, accumulate, factor):  # type: ignore[no-untyped-def]
-    if accumulate:
-        for b in range(out.shape[0]):
-            scale, code, row = scales[b], payload[b], out[b]
-            for i in range(256):
-                row[i] += np.float32(code[i]) * scale * factor
-    else:
-        for b in range(out.shape[0]):
-            scale, code, row = scales[b], payload[b], out[b]
-            for i in range(256):
-                row[i] = np.float32(code[i]) * scale * factor
+def _int8_decode(scales, payload, out, accumulate, past, factor):  # type: ignore[no-untyped-def]
+    for b in range(scales.shape[0]):
+        scale = scales[b]
+        for i in range(b * 256, b * 256 + 256, LANES):
+            values = scaled(scaled(floats(wide(load(payload, i))), scale), factor)
+            if accumulate:
+                store(out, i, plus(load(out, i), values))
+            elif past:
+                stream(out, i, values)
+            else:
+                store(out, i, values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +201,7 @@ class Int4Block(BlockCodec):
     row_width: ClassVar[int] = 16
     payload_dtype: ClassVar[np.dtype[Any]] = np.dtype(np.uint8)
     scale_dtype: ClassVar[np.dtype[Any] | None] = np.dtype(np.uint16)
+    streams: ClassVar[bool] = True
 
     stochastic: bool = False
     """Round up with the probability of the fraction, from a hash of (seed, element): unbiased, error 1.4x larger."""
@@ -204,10 +229,9 @@ class Int4Block(BlockCodec):
         if self.reference:
             noise = first if self.stochastic else None
             return int4_encode_numpy(x, x.view(np.int32), scales, payload, noise, seed)
-        words = payload.view(np.uint64)
         if self.stochastic:
-            return int(_int4_encode_stochastic(x, x.view(np.int32), scales, payload, np.int64(first), *seed))
-        return int(_int4_encode(x, x.view(np.int32), scales, words, *_scratch()))
+            return int(_int4_encode_stochastic(x.reshape(-1), scales, payload.reshape(-1), np.int64(first), *seed))
+        return int(_int4_encode(x.reshape(-1), scales, payload.reshape(-1)))
 
     def _feedback_rows(
         self,
@@ -222,13 +246,13 @@ class Int4Block(BlockCodec):
     ) -> int:
         if self.reference or not self.fused_feedback:
             return super()._feedback_rows(x, old, new, scales, payload, first, seed, scratch)
-        total = np.empty((INT4_TILE, 32), np.float32)
-        bits = total.reshape(-1).view(np.int32)
-        return int(_int4_feedback(x, old, new, scales, payload.view(np.uint64), total, bits, *_scratch()))
+        rows = (array.reshape(-1) for array in (x, old, new))
+        return int(_int4_feedback(*rows, scales, payload.reshape(-1)))
 
     def _decode_rows(self, scales: Array, payload: Array, out: Array, accumulate: bool, factor: np.float32) -> None:
         if not (self.hadamard or self.reference):
-            _int4_decode(scales, payload.view(np.uint64), out, accumulate, factor, *_scratch()[2:4])
+            past = leaves_caches(out)
+            _int4_decode(scales, payload.reshape(-1), out.reshape(-1), accumulate, past, factor)
             return
         values = int4_decode_numpy(scales, payload)
         if self.hadamard:
@@ -275,143 +299,92 @@ def int4_decode_numpy(scales: Array, payload: Array) -> Array:
     return codes.astype(np.float32) * scale[:, None]
 
 
-# Loops of 16 or 32 with a literal trip count are unrolled before they could become vectors. So each step is a long loop
-# over a tile of 128 blocks: maxima, scales, codes as bytes (rows of run-time length), and the packing of two half-bytes on
-# whole 64-bit words.
-
-INT4_TILE = 128
-HALF_BYTES = np.uint64(0x0F0F0F0F0F0F0F0F)
-
-
-def _scratch() -> tuple[Array, Array, Array, Array]:
-    """tops, inverses, codes, and the same as 64-bit words."""
-    codes = np.empty((INT4_TILE, 32), np.uint8)
-    return np.empty(INT4_TILE, np.int32), np.empty(INT4_TILE, np.float32), codes, codes.view(np.uint64)
+@njit(nogil=True, cache=True)
+def _int4_scale(top):  # type: ignore[no-untyped-def]
+    """scale as bf16 bits, the same as fp32, and 1/scale, from the largest magnitude of a block."""
+    if top < TINY_BITS:
+        return np.uint16(0), np.float32(0), np.float32(0)
+    u = np.float32(np.int32(top).view(np.float32) / np.float32(7)).view(np.int32)
+    rounded = (u + np.int32(0x7FFF) + ((u >> np.int32(16)) & np.int32(1))) & np.int32(-65536)
+    scale = np.int32(rounded).view(np.float32)
+    return np.uint16(rounded >> np.int32(16)), scale, np.float32(1) / scale
 
 
 @njit(nogil=True, cache=True)
-def _int4_scales(tops, inverses, scales):  # type: ignore[no-untyped-def]
-    """Scales and 1/scale of a tile; blocks that are zero or not finite get 0. Returns whether some are not finite."""
-    num, amax, words = scales.shape[0], tops.view(np.float32), inverses.view(np.int32)
-    for b in range(num):
-        inverses[b] = amax[b] / np.float32(7)
-    top = np.int32(0)
-    for b in range(num):
-        u = words[b]
-        rounded = (u + np.int32(0x7FFF) + ((u >> np.int32(16)) & np.int32(1))) & np.int32(-65536)
-        words[b] = rounded if (tops[b] >= TINY_BITS) & (tops[b] < INF_BITS) else np.int32(0)
-        top = max(top, tops[b])
-    for b in range(num):
-        scales[b] = np.uint16(words[b] >> np.int32(16))
-    for b in range(num):
-        scale = inverses[b]
-        inverses[b] = np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
-    return top >= INF_BITS
-
-
-@njit(nogil=True, cache=True)
-def _int4_encode(x, bits, scales, words, tops, inverses, codes, code_words):  # type: ignore[no-untyped-def]
-    flags, flat = 0, bits.reshape(-1)
-    for start in range(0, x.shape[0], INT4_TILE):
-        num = min(INT4_TILE, x.shape[0] - start)
-        for b in range(num):
-            tops[b] = top32(flat, (start + b) * 32, ABS_MASK)
-        nonfinite = _int4_scales(tops, inverses, scales[start : start + num])
-        for b in range(num):
-            row, code, inverse = x[start + b], codes[b], inverses[b]
-            prefetch(flat, (start + INT4_TILE + b) * 32)
-            prefetch(flat, (start + INT4_TILE + b) * 32 + LINE)
-            for i in range(row.shape[0]):
-                code[i] = np.uint8(np.int32(np.rint(row[i] * inverse)) + np.int32(8))
-        for b in range(num):
-            words[start + b, 0] = code_words[b, 0] | (code_words[b, 2] << np.uint64(4))
-            words[start + b, 1] = code_words[b, 1] | (code_words[b, 3] << np.uint64(4))
-        if nonfinite:
-            flags = 1
-            for b in range(num):
-                if tops[b] >= INF_BITS:
-                    scales[start + b] = np.uint16(0x7FC0)
-                    words[start + b, 0] = 0
-                    words[start + b, 1] = 0
-    return flags
-
-
-@njit(nogil=True, cache=True)
-def _int4_feedback(x, old, new, scales, words, total, bits, tops, inverses, codes, code_words):  # type: ignore[no-untyped-def]
-    flags, flat, flat_old = 0, x.reshape(-1), old.reshape(-1)
-    for start in range(0, x.shape[0], INT4_TILE):
-        num = min(INT4_TILE, x.shape[0] - start)
-        for b in range(num):
-            row, before, added = x[start + b], old[start + b], total[b]
-            for i in range(0, 32, LINE):
-                prefetch(flat, (start + INT4_TILE + b) * 32 + i)
-                prefetch(flat_old, (start + INT4_TILE + b) * 32 + i)
-            for i in range(row.shape[0]):
-                added[i] = row[i] + before[i]
-        for b in range(num):
-            tops[b] = top32(bits, b * 32, ABS_MASK)
-        if _int4_scales(tops, inverses, scales[start : start + num]):
-            flags = 1
-        for b in range(num):
-            added, code, inverse = total[b], codes[b], inverses[b]
-            for i in range(added.shape[0]):
-                code[i] = np.uint8(np.int32(np.rint(added[i] * inverse)) + np.int32(8))
-        for b in range(num):
-            scale = np.int32(np.int32(scales[start + b]) << np.int32(16)).view(np.float32)
-            added, code, after = total[b], codes[b], new[start + b]
-            if tops[b] < INF_BITS:
-                for i in range(added.shape[0]):
-                    after[i] = added[i] - np.float32(np.int32(code[i]) - np.int32(8)) * scale
-                words[start + b, 0] = code_words[b, 0] | (code_words[b, 2] << np.uint64(4))
-                words[start + b, 1] = code_words[b, 1] | (code_words[b, 3] << np.uint64(4))
-            else:
-                scales[start + b] = np.uint16(0x7FC0)
-                words[start + b, 0] = 0
-                words[start + b, 1] = 0
-                after[:] = old[start + b]
-    return flags
-
-
-@njit(nogil=True, cache=True)
-def _int4_encode_stochastic(x, bits, scales, payload, first, low, high):  # type: ignore[no-untyped-def]
-    flags, flat = 0, bits.reshape(-1)
-    tops, inverses = np.empty(1, np.int32), np.empty(1, np.float32)
-    codes = np.empty(32, np.int32)
-    for b in range(x.shape[0]):
-        tops[0] = top32(flat, b * 32, ABS_MASK)
-        if _int4_scales(tops, inverses, scales[b : b + 1]):
+def _int4_encode(x, scales, payload):  # type: ignore[no-untyped-def]
+    flags = 0
+    for b in range(scales.shape[0]):
+        prefetch(x, (b + INT4_AHEAD) * 32)
+        prefetch(x, (b + INT4_AHEAD) * 32 + LINE)
+        low, high = load(x, b * 32), load(x, b * 32 + 16)
+        top = largest(larger(magnitude(low), magnitude(high)))
+        if top >= INF_BITS:
             flags = 1
             scales[b] = np.uint16(0x7FC0)
-            payload[b, :] = 0
+            payload[b * 16 : b * 16 + 16] = 0
             continue
-        for i in range(32):
-            u = np.float32(hash32(first + b * 32 + i, low, high) >> np.uint32(8)) * np.float32(2.0**-24)
-            q = np.int32(np.floor(x[b, i] * inverses[0] + u))
-            codes[i] = min(max(q, np.int32(-7)), np.int32(7)) + np.int32(8)
-        for i in range(16):
-            payload[b, i] = np.uint8(codes[i] | (codes[i + 16] << np.int32(4)))
+        scales[b], _, inverse = _int4_scale(top)
+        store(payload, b * 16, pack4(nearest(scaled(low, inverse)), nearest(scaled(high, inverse))))
     return flags
 
 
 @njit(nogil=True, cache=True)
-def _int4_decode(scales, words, out, accumulate, factor, codes, code_words):  # type: ignore[no-untyped-def]
-    for start in range(0, out.shape[0], INT4_TILE):
-        num = min(INT4_TILE, out.shape[0] - start)
-        for b in range(num):
-            first, second = words[start + b, 0], words[start + b, 1]
-            code_words[b, 0] = first & HALF_BYTES
-            code_words[b, 1] = second & HALF_BYTES
-            code_words[b, 2] = (first >> np.uint64(4)) & HALF_BYTES
-            code_words[b, 3] = (second >> np.uint64(4)) & HALF_BYTES
+def _int4_feedback(x, old, new, scales, payload):  # type: ignore[no-untyped-def]
+    flags = 0
+    for b in range(scales.shape[0]):
+        start = b * 32
+        for i in (start, start + LINE):
+            prefetch(x, i + INT4_AHEAD * 32)
+            prefetch(old, i + INT4_AHEAD * 32)
+        low, high = plus(load(x, start), load(old, start)), plus(load(x, start + 16), load(old, start + 16))
+        top = largest(larger(magnitude(low), magnitude(high)))
+        if top >= INF_BITS:
+            flags = 1
+            scales[b] = np.uint16(0x7FC0)
+            payload[b * 16 : b * 16 + 16] = 0
+            new[start : start + 32] = old[start : start + 32]
+            continue
+        scales[b], scale, inverse = _int4_scale(top)
+        low_code, high_code = nearest(scaled(low, inverse)), nearest(scaled(high, inverse))
+        store(payload, b * 16, pack4(low_code, high_code))
+        store(new, start, minus(low, scaled(floats(low_code), scale)))
+        store(new, start + 16, minus(high, scaled(floats(high_code), scale)))
+    return flags
+
+
+@njit(nogil=True, cache=True)
+def _int4_encode_stochastic(x, scales, payload, first, low, high):  # type: ignore[no-untyped-def]
+    flags = 0
+    codes = np.empty(32, np.int32)
+    for b in range(scales.shape[0]):
+        start = b * 32
+        top = largest(larger(magnitude(load(x, start)), magnitude(load(x, start + 16))))
+        if top >= INF_BITS:
+            flags = 1
+            scales[b] = np.uint16(0x7FC0)
+            payload[b * 16 : b * 16 + 16] = 0
+            continue
+        scales[b], _, inverse = _int4_scale(top)
+        for i in range(32):
+            u = np.float32(hash32(first + start + i, low, high) >> np.uint32(8)) * np.float32(2.0**-24)
+            codes[i] = min(max(np.int32(np.floor(x[start + i] * inverse + u)), np.int32(-7)), np.int32(7))
+        store(payload, b * 16, pack4(load(codes, 0), load(codes, 16)))
+    return flags
+
+
+@njit(nogil=True, cache=True)
+def _int4_decode(scales, payload, out, accumulate, past, factor):  # type: ignore[no-untyped-def]
+    for b in range(scales.shape[0]):
+        scale = np.int32(np.int32(scales[b]) << np.int32(16)).view(np.float32)
+        codes = load(payload, b * 16)
+        low = scaled(scaled(floats(low4(codes)), scale), factor)
+        high = scaled(scaled(floats(high4(codes)), scale), factor)
         if accumulate:
-            for b in range(num):
-                scale = np.int32(np.int32(scales[start + b]) << np.int32(16)).view(np.float32)
-                row, code = out[start + b], codes[b]
-                for i in range(row.shape[0]):
-                    row[i] += np.float32(np.int32(code[i]) - np.int32(8)) * scale * factor
+            store(out, b * 32, plus(load(out, b * 32), low))
+            store(out, b * 32 + 16, plus(load(out, b * 32 + 16), high))
+        elif past:
+            stream(out, b * 32, low)
+            stream(out, b * 32 + 16, high)
         else:
-            for b in range(num):
-                scale = np.int32(np.int32(scales[start + b]) << np.int32(16)).view(np.float32)
-                row, code = out[start + b], codes[b]
-                for i in range(row.shape[0]):
-                    row[i] = np.float32(np.int32(code[i]) - np.int32(8)) * scale * factor
+            store(out, b * 32, low)
+            store(out, b * 32 + 16, high)

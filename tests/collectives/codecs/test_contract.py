@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collectives.codecs import CODECS, Bf16, Codec, Int8Block, TopK
+from collectives.codecs.block import STREAM_BYTES, BlockCodec
 from collectives.codecs.codec import HEADER_BYTES, Flag, Residual, packet_flags, read_header
 from collectives.errors import ConfigError, WireFormatError
 
@@ -227,6 +228,18 @@ def test_packets_may_lie_anywhere_in_memory(codec: Codec) -> None:
     packet = codec.encode(torch.randn(300))
     shifted = torch.empty(packet.numel() + 3, dtype=torch.uint8)[3:].copy_(packet)
     assert same(decoded(codec, packet, 300), decoded(codec, shifted, 300))
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["aligned", "not aligned"])
+@pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)])
+def test_results_beyond_the_caches_are_the_same(name: str, first: int) -> None:
+    """Large results are written past the caches where they start at a multiple of 16 bytes, and end in a short block."""
+    numel = STREAM_BYTES // 4 + 333
+    packet = CODECS[name].encode(torch.randn(numel, generator=torch.Generator().manual_seed(1)))
+    room = torch.empty(numel + 4)
+    ours = room[first : first + numel]
+    CODECS[name].decode(packet, ours)
+    assert same(ours, decoded(CODECS[name].twin(), packet, numel))
 
 
 def test_the_registry_names_each_codec_once() -> None:
