@@ -30,6 +30,7 @@ from collectives.router import Routing, TopKRouter
 from collectives.transport import Parcel, Transport, all_gather_records, others
 
 DISPATCH, COMBINE, COUNTS = "moe_dispatch", "moe_combine", "moe_counts"
+PLACE_BITS = 12
 CHUNK_PAIRS = 1024
 """Pairs of one expert that are computed at once: bounds the activations that live only inside a product."""
 
@@ -55,8 +56,22 @@ class Selection:
     weight: Tensor
 
 
-Selector = Callable[[Tensor, Tensor], Selection]
-"""(scores float64 [P], expert int64 [P]) -> Selection, for the pairs computed on this rank. See placement.quotas."""
+@dataclass(frozen=True)
+class ScoredPairs:
+    """The pairs computed on this rank, as a selector sees them, ordered by slot."""
+
+    scores: Tensor
+    """|delta| |h|, float64 [P]: the norm of what the pair adds to the gradient of w2."""
+    expert: Tensor
+    """int64 [P]."""
+    place: Tensor
+    """int64 [P] below 2**PLACE_BITS: where a pair lies on a walk whose neighbours have output gradients of like direction."""
+    alike: Callable[[Tensor, Tensor], Tensor]
+    """(int64 [n], int64 [n]) -> float [n]: cosine of what two pairs add to the gradient of w2."""
+
+
+Selector = Callable[[ScoredPairs], Selection]
+"""Which pairs take part. See placement.quotas."""
 
 
 def channels_for(policy: SyncPolicy, transport: Transport) -> tuple[Channel, Channel]:
@@ -65,9 +80,19 @@ def channels_for(policy: SyncPolicy, transport: Transport) -> tuple[Channel, Cha
     return dispatch, Channel(Role.MOE_COMBINE, policy, transport, beside=dispatch)
 
 
-def keep_all(scores: Tensor, expert: Tensor) -> Selection:
+def keep_all(pairs: ScoredPairs) -> Selection:
     """The full backward."""
-    return Selection(torch.arange(len(scores)), torch.ones(len(scores), dtype=scores.dtype))
+    return Selection(torch.arange(len(pairs.scores)), torch.ones_like(pairs.scores))
+
+
+def places(rows: Tensor, planes: Tensor) -> Tensor:
+    """Where each row lies on a walk through all directions, int64 [n] below 2**bits; its neighbours point where it points.
+
+    rows: [n, d]; planes: [d, bits], normals of random hyperplanes. The sides that a row lies on (Charikar, STOC 2002) are
+    read as a Gray code, so that two places one apart differ in one side.
+    """
+    sides = (rows @ planes.to(rows.dtype) > 0).to(torch.int64)
+    return (sides.cumsum(1) & 1).mul_(2 ** torch.arange(planes.shape[1] - 1, -1, -1)).sum(1)
 
 
 # --- moving rows ------------------------------------------------------------------------------------------------------
@@ -182,7 +207,7 @@ class _ExpertFFN(torch.autograd.Function):
         x, w1, w2, norm, hidden = ctx.saved_tensors
         step: _Step = ctx.step
         (delta,) = gradients  # in order of arrival
-        kept = _kept_rows(delta, norm, step)
+        kept = _kept_rows(delta, x, norm, hidden, step)
         whole = len(kept.index) == len(x)
         inputs, delta = x.index_select(0, kept.index), delta.index_select(0, step.grouping[kept.index])
         if not whole:
@@ -220,15 +245,23 @@ def _chunks(start: int, stop: int) -> Iterator[slice]:
         yield slice(first, min(stop, first + CHUNK_PAIRS))
 
 
-def _kept_rows(delta: Tensor, norm: Tensor, step: _Step) -> Selection:
+def _kept_rows(delta: Tensor, x: Tensor, norm: Tensor, hidden: Tensor, step: _Step) -> Selection:
     """Score and select, by grouped row; says to the dispatch which rows of its gradient are worth sending."""
     load = step.dispatch.load
     started = time.perf_counter()
+
+    def alike(first: Tensor, second: Tensor) -> Tensor:
+        inputs = F.gelu(hidden) if step.keep_hidden else x
+        gradients = step.grouping[first], step.grouping[second]
+        of_inputs = F.cosine_similarity(inputs[first], inputs[second])
+        return of_inputs * F.cosine_similarity(delta[gradients[0]], delta[gradients[1]])
+
     if step.select is keep_all:  # the same on all ranks, so all use the same messages
-        selection = keep_all(norm, step.expert)
+        selection = keep_all(ScoredPairs(norm, step.expert, step.expert, alike))
     else:
         scores = torch.linalg.vector_norm(delta, dim=1)[step.grouping].double() * norm
-        selection = step.select(scores, step.expert)
+        pairs = ScoredPairs(scores, step.expert, places(delta, step.planes)[step.grouping], alike)
+        selection = step.select(pairs)
         if step.return_kept:
             step.dispatch.kept = torch.zeros(len(norm), dtype=torch.bool)
             step.dispatch.kept[step.grouping[selection.index]] = True
@@ -250,6 +283,7 @@ class _Step:
     row_of_arrival: Tensor
     """Its inverse: the grouped row that each arrived row became."""
     select: Selector
+    planes: Tensor
     dispatch: _Move
     keep_hidden: bool
     return_kept: bool
@@ -306,6 +340,7 @@ class MoELayer(nn.Module):
         self.router = TopKRouter(width, num_experts, top_k, bias_rate=bias_rate)
         self.w1 = nn.Parameter(torch.zeros(num_slots, width, hidden))
         self.w2 = nn.Parameter(torch.zeros(num_slots, hidden, width))
+        self.planes = torch.randn(width, PLACE_BITS, generator=torch.Generator().manual_seed(0))
         self.load = LayerLoad()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
@@ -351,6 +386,7 @@ class MoELayer(nn.Module):
             grouping=torch.from_numpy(grouping),
             row_of_arrival=torch.from_numpy(row_of_arrival),
             select=self.select,
+            planes=self.planes,
             dispatch=dispatch,
             keep_hidden=self.keep_hidden,
             return_kept=self.return_kept_rows,

@@ -27,7 +27,7 @@ SCORE_FLOOR = 1e-3
 _ONE_BITS = 40
 _ONE = 1 << _ONE_BITS
 """Probability 1 in fixed point."""
-SHARES = tuple(percent / 100 for percent in range(30, 101, 5))
+SHARES = tuple(percent / 100 for percent in range(10, 101, 5))
 """Shares of the pairs in the backward among which `Retention` chooses, rising to 1."""
 
 
@@ -138,37 +138,37 @@ def _systematic(pi, order, start, quota):  # type: ignore[no-untyped-def]
     return keep
 
 
-def select(scores: Float, expert: Int, num_experts: int, quota: int, key: Sequence[int]) -> Kept:
+def select(
+    scores: Float, expert: Int, num_experts: int, quota: int, key: Sequence[int], place: Int | None = None
+) -> Kept:
     """Keep exactly min(quota, n) pairs of one rank.
 
     key: what names this draw (seed, step, micro-batch, layer, rank); the same key draws the same pairs, so
-    recomputation and resume agree. Each expert's count is the floor or ceiling of its share of the probabilities.
+    recomputation and resume agree. place: int64 [n] in [0, 2**16), near for pairs that contribute alike. Each expert's
+    count, and that of any run of places within it, is the floor or ceiling of its share of the probabilities, so that
+    the kept pairs stand for all directions: on average they miss less than independent draws would.
     """
     scores, num_nonfinite = floor_scores(scores, expert, num_experts)
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(list(key))))
     pi = inclusion(scores, min(quota, len(scores)))
-    order = _shuffled_by_expert(expert, num_experts, rng.random(len(scores)))
+    ties = rng.integers(0, 1 << 32, len(scores))
+    order = np.argsort((walk_of(expert, place) << 32) | ties)
     index = np.flatnonzero(systematic(pi, order, float(rng.random())))
     return Kept(index, 1 / pi[index], num_nonfinite)
 
 
-@njit(nogil=True, cache=True)
-def _shuffled_by_expert(expert, num_experts, uniform):  # type: ignore[no-untyped-def]
-    """Order of the pairs: by expert, at random within one (Fisher and Yates, from `uniform` [n] in [0, 1))."""
-    following = np.zeros(num_experts + 1, np.int64)
-    for e in expert:
-        following[e + 1] += 1
-    following = np.cumsum(following)
-    first = following.copy()
-    order = np.empty(len(expert), np.int64)
-    for i in range(len(expert)):
-        e = expert[i]
-        place = following[e]
-        following[e] += 1
-        other = min(place, first[e] + np.int64(uniform[i] * (place - first[e] + 1)))
-        order[place] = order[other]
-        order[other] = i
-    return order
+def walk_of(expert: Int, place: Int | None) -> Int:
+    """Expert by expert, and by place within each: int64 [n]."""
+    return np.asarray(expert, np.int64) << 16 | (0 if place is None else place)
+
+
+def neighbours(walk: Int, lag: int, limit: int = 512) -> tuple[Int, Int]:
+    """At most `limit` pairs of indices that are `lag` apart along the walk and of one expert."""
+    order = np.argsort(walk)
+    first, second = order[:-lag], order[lag:]
+    same = np.flatnonzero(walk[first] >> 16 == walk[second] >> 16)
+    same = same[:: max(1, len(same) // limit)]
+    return first[same], second[same]
 
 
 def thin(kept: Kept, limit: int, key: Sequence[int]) -> Kept:
@@ -187,7 +187,10 @@ def top_q(scores: Float, quota: int) -> Kept:
 
 
 def sampling_variance(scores: Float, quota: int) -> float:
-    """V(q) = sum of c^2 (1/pi - 1): what keeping `quota` pairs costs; convex and falling in q. Scores must be > 0."""
+    """V(q) = sum of c^2 (1/pi - 1): what keeping `quota` pairs costs if they are drawn independently of what they contribute.
+
+    Convex and falling in q. Scores must be > 0.
+    """
     if quota >= len(scores):
         return 0.0
     if quota <= 0:

@@ -19,12 +19,11 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from collectives.codecs.hashing import derive_seed
 from collectives.errors import ConfigError
 from collectives.expert_state import ExpertState
-from collectives.moe import CHUNK_PAIRS, MoELayer, Routes, Selection, Selector, keep_all
+from collectives.moe import CHUNK_PAIRS, MoELayer, Routes, ScoredPairs, Selection, Selector, keep_all
 from collectives.transport import Transport, all_gather_records
 from placement.expert_plans import ExpertPlan, PlanBook, make_plan
 from placement.experts import POLICIES
@@ -36,9 +35,11 @@ from placement.quotas import (
     Retention,
     budgets,
     floor_scores,
+    neighbours,
     sampling_variance,
     select,
     top_q,
+    walk_of,
 )
 from placement.split import Int, Ranks, SlotMap, exact_split, token_map
 
@@ -298,24 +299,43 @@ class ExpertBalancer:
         return int((resident + backward.max(0)).max())
 
     def _selector(self, index: int) -> Selector:
-        def select_pairs(scores: Tensor, expert: Tensor) -> Selection:
+        def select_pairs(pairs: ScoredPairs) -> Selection:
             quota, item = int(self.budget[index][self.transport.rank]), self.layers[index]
-            if self.choosing and len(scores):
-                floored, _ = floor_scores(scores.numpy(), expert.numpy(), self.num_experts)
-                item.variance += [sampling_variance(floored, share) for share in item.quotas]
-            if quota >= len(scores):
-                return keep_all(scores, expert)
+            if self.choosing and len(pairs.scores):
+                item.variance += self._variance(pairs, item.quotas)
+            if quota >= len(pairs.scores):
+                return keep_all(pairs)
             key = (self.seed, self.step_index, self.micro_batch, index, self.transport.rank)
-            values = scores.numpy()
+            values, expert = pairs.scores.numpy(), pairs.expert.numpy()
             if self.sampler == "top_q":
                 kept = top_q(values, quota)
             else:
                 even = values if self.sampler == "scored" else np.ones_like(values)
-                kept = select(even, expert.numpy(), self.num_experts, quota, key)
+                kept = select(even, expert, self.num_experts, quota, key, pairs.place.numpy())
             self.load.num_nonfinite += kept.num_nonfinite
             return Selection(torch.from_numpy(kept.index), torch.from_numpy(kept.weight))
 
         return select_pairs
+
+    def _variance(self, pairs: ScoredPairs, quotas: Sequence[int]) -> Float:
+        """What sampling adds at each of SHARES: that of independent draws, times how unlike those are among which one is kept.
+
+        At a share s one of 1/s pairs along the walk is kept; two of them are 1/(3s) apart on average.
+        """
+        scores, _ = floor_scores(pairs.scores.numpy(), pairs.expert.numpy(), self.num_experts)
+        walk = walk_of(pairs.expert.numpy(), pairs.place.numpy())
+        unlike = {}
+        for lag in {_lag(share) for share in SHARES}:
+            first, second = neighbours(walk, lag)
+            alike = pairs.alike(torch.from_numpy(first), torch.from_numpy(second)).numpy()
+            weights = scores[first]
+            unlike[lag] = float(np.average(1 - alike, weights=weights)) if len(first) else 1.0
+        return np.array(
+            [
+                unlike[_lag(share)] * sampling_variance(scores, quota)
+                for share, quota in zip(SHARES, quotas, strict=True)
+            ]
+        )
 
     def _measure(self, scale: float) -> None:
         """What the choice of a share needs, of the whole group, in units of unscaled gradients."""
@@ -343,6 +363,10 @@ class ExpertBalancer:
             w1 = torch.randn(width * hidden, generator=generator) / math.sqrt(width)
             w2 = torch.randn(hidden * width, generator=generator) / (2 * math.sqrt(hidden))
             item.state.fill(expert, torch.cat([w1, w2]))
+
+
+def _lag(share: float) -> int:
+    return max(1, round(1 / (3 * share)))
 
 
 def _surviving(a: Int, kept: Int) -> Int:

@@ -1,5 +1,6 @@
 """The distributed layer against one process that holds all tokens and all experts, in float64."""
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from collectives import moe
 from collectives.errors import CollectiveMismatch
 from collectives.expert_state import ExpertState
-from collectives.moe import DISPATCH, MoELayer, Routes, Selection, Selector, keep_all
+from collectives.moe import DISPATCH, MoELayer, Routes, ScoredPairs, Selection, Selector, keep_all, places
 from collectives.transport import LocalGroup, LocalTransport, run_local
 from placement.experts import POLICIES
 from placement.quotas import PairMemory
@@ -134,8 +135,9 @@ def test_forward_and_gradients_equal_one_process(
 
 
 def sampler(quota: int, draw_number: int, rank: int) -> Selector:
-    def select(scores: Tensor, expert: Tensor) -> Selection:
-        kept = draw(scores.numpy(), expert.numpy(), EXPERTS, quota, [17, draw_number, rank])
+    def select(pairs: ScoredPairs) -> Selection:
+        key = [17, draw_number, rank]
+        kept = draw(pairs.scores.numpy(), pairs.expert.numpy(), EXPERTS, quota, key, pairs.place.numpy())
         return Selection(torch.from_numpy(kept.index), torch.from_numpy(kept.weight))
 
     return select
@@ -168,6 +170,16 @@ def test_the_sampled_backward_is_unbiased_keeps_its_quota_and_sends_less() -> No
     torch.testing.assert_close(again[0][0], sampled[0][0][0], rtol=0, atol=0)
     row_bytes = WIDTH * 8
     assert max(s[0][2] for s in sampled) <= 4 * row_bytes + 64 < full[0][2] + full[1][2]
+
+
+def test_places_one_apart_lie_on_the_same_side_of_all_planes_but_one() -> None:
+    sides = torch.tensor(list(itertools.product([-1.0, 1.0], repeat=4)))
+    order = places(sides, torch.eye(4))
+    assert sorted(order.tolist()) == list(range(16))
+    walk = sides[order.argsort()]
+    assert (walk[1:] != walk[:-1]).sum(1).tolist() == [1] * 15
+    assert places(torch.zeros(0, 4), torch.eye(4)).tolist() == []
+    assert places(torch.tensor([[torch.nan] * 4]), torch.eye(4)).tolist() == [0]
 
 
 def test_a_plan_that_loses_pairs_or_differs_between_ranks_raises_everywhere() -> None:
@@ -289,8 +301,8 @@ def test_the_experts_take_the_memory_that_is_planned(share: float, keep_hidden: 
     width, hidden, slots, rows = 64, 256, 4, 4096
     pairs = slots * rows
 
-    def select(scores: Tensor, expert: Tensor) -> Selection:
-        kept = draw(scores.numpy(), expert.numpy(), slots, int(share * pairs), [1])
+    def select(found: ScoredPairs) -> Selection:
+        kept = draw(found.scores.numpy(), found.expert.numpy(), slots, int(share * pairs), [1], found.place.numpy())
         return Selection(torch.from_numpy(kept.index), torch.from_numpy(kept.weight))
 
     w1 = torch.randn(slots, width, hidden, requires_grad=True)
@@ -304,6 +316,7 @@ def test_the_experts_take_the_memory_that_is_planned(share: float, keep_hidden: 
         grouping=order,
         row_of_arrival=order,
         select=select,
+        planes=torch.randn(width, moe.PLACE_BITS),
         dispatch=move,
         keep_hidden=keep_hidden,
         return_kept=True,

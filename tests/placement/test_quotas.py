@@ -16,11 +16,13 @@ from placement.quotas import (
     common_target,
     floor_scores,
     inclusion,
+    neighbours,
     sampling_variance,
     select,
     systematic,
     thin,
     top_q,
+    walk_of,
 )
 
 SCORES = np.array([8.0, 4.0, 2.0, 1.0, 1.0])
@@ -57,6 +59,28 @@ def test_each_experts_count_is_floor_or_ceiling_of_its_share(scores: np.ndarray,
     counts = np.bincount(expert[kept.index], minlength=4)
     assert (counts >= np.floor(share - 1e-6)).all()
     assert (counts <= np.ceil(share + 1e-6)).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(positive, st.integers(1, 20), st.integers(0, 1000))
+def test_so_is_that_of_any_run_of_places(scores: np.ndarray, quota: int, seed: int) -> None:
+    place = np.random.default_rng(seed).integers(0, 1 << 12, len(scores))
+    kept = select(scores, np.zeros(len(scores), np.int64), 1, quota, [seed, 0], place)
+    floored, _ = floor_scores(scores, np.zeros(len(scores), np.int64), 1)
+    pi = inclusion(floored, min(quota, len(scores)))
+    for start, stop in [(0, 1000), (1000, 3000), (2000, 4096)]:
+        share = pi[(place >= start) & (place < stop)].sum()
+        count = ((place[kept.index] >= start) & (place[kept.index] < stop)).sum()
+        assert np.floor(share - 1e-6) <= count <= np.ceil(share + 1e-6)
+
+
+def test_neighbours_are_of_one_expert_and_one_lag_apart() -> None:
+    expert, place = np.array([1, 0, 1, 0, 1]), np.array([5, 9, 3, 2, 4])
+    walk = walk_of(expert, place)
+    assert [pair.tolist() for pair in neighbours(walk, 1)] == [[3, 2, 4], [1, 4, 0]]
+    assert [pair.tolist() for pair in neighbours(walk, 2)] == [[2], [0]]
+    assert [len(pair) for pair in neighbours(walk, 9)] == [0, 0]
+    assert len(neighbours(walk_of(np.zeros(5000, np.int64), None), 1)[0]) <= 2 * 512
 
 
 def test_the_estimate_is_unbiased_and_so_is_its_variance() -> None:

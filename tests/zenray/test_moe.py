@@ -13,12 +13,12 @@ from actors.errors import CheckpointError
 from actors.folder import Stamp
 from actors.state import CheckpointFolder
 from collectives.errors import ConfigError
-from collectives.moe import MoELayer, Routes, channels_for
+from collectives.moe import MoELayer, Routes, ScoredPairs, Selection, channels_for
 from collectives.policy import SyncPolicy
 from collectives.transport import LocalTransport, run_local
 from placement.errors import PlacementError
 from placement.experts import POLICIES
-from placement.quotas import SHARES, Retention
+from placement.quotas import SHARES, Retention, sampling_variance
 from placement.split import Ranks
 from zenray.moe import ExpertBalancer
 from zenray.moe_state import ExpertsState, load_experts
@@ -223,6 +223,48 @@ def test_the_measured_square_is_that_of_the_full_gradient(size: int) -> None:
             assert found == pytest.approx(expected)
     whole = run_local(size, lambda t: body(t, 1.0))[0][0]
     assert whole == pytest.approx(run_local(1, lambda t: body(t, 1.0))[0][0], rel=1e-3)
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_the_estimated_variance_is_that_of_many_draws(spread: float) -> None:
+    """Pairs that contribute alike: far less than independent draws would add. Pairs that do not: about as much."""
+    share, draws = 0.3, 300
+    generator = torch.Generator().manual_seed(5)
+    kinds = torch.randn(6, WIDTH, generator=generator)[torch.arange(240) % 6]
+    x = kinds + spread * torch.randn(240, WIDTH, generator=generator)
+    target = 3 * kinds.roll(1, 1) + spread * torch.randn(240, WIDTH, generator=generator)
+
+    def body(transport: LocalTransport) -> tuple[float, float, float]:
+        layer, balancer = make(transport, rho="auto", num_steps=100)
+        first, state = layer.w1[0].numel(), balancer.layers[0].state
+        scores: list[np.ndarray] = []
+
+        def gradient(step: int, rho: float, *, choose: bool = False) -> Tensor:
+            balancer.retention = replace(balancer.retention, rho=rho, step=4 if choose else 0)
+            balancer.begin(step)
+            assert balancer.choosing == choose
+            select = layer.select
+
+            def seen(pairs: ScoredPairs) -> Selection:
+                scores[:] = [pairs.scores.numpy()]
+                return select(pairs)
+
+            layer.select = seen
+            (layer(x)[0] - target).square().sum().backward()  # type: ignore[no-untyped-call]
+            balancer.reduce_gradients()
+            layer.zero_grad()
+            return state.gradient[:, first:].clone()
+
+        exact = gradient(0, 1.0, choose=True)
+        assert balancer.load.variance is not None
+        estimate = float(balancer.load.variance[SHARES.index(share)])
+        independent = sampling_variance(scores[0], round(share * len(scores[0])))
+        seen = [float((gradient(draw, share) - exact).square().sum()) for draw in range(draws)]
+        return estimate, float(np.mean(seen)), independent
+
+    estimate, seen, independent = run_local(1, body)[0]
+    assert 0.6 < estimate / seen < 1.7
+    assert (seen < 0.5 * independent) == (spread < 1)
 
 
 def test_one_expert_takes_all_and_scores_that_are_not_numbers() -> None:
