@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.experimental import structref
 
 from placement.ledger import (
     WHOLE,
@@ -99,6 +100,32 @@ class Log(NamedTuple):
     """[E] node of an entry; while the pass runs, the nodes of one placement."""
     masks: np.ndarray
     """[E] cards of an entry; while the pass runs, how many cards of each node."""
+
+
+@structref.register
+class _StateType(types.StructRef):  # type: ignore[misc]
+    """How kernels see a `State`."""
+
+    def preprocess_fields(self, fields: tuple[tuple[str, types.Type], ...]) -> tuple[tuple[str, types.Type], ...]:
+        """Field types as they are, without literal values."""
+        return tuple((name, types.unliteral(kind)) for name, kind in fields)
+
+
+class State(structref.StructRefProxy):  # type: ignore[misc]
+    """All that an event works on, in one argument: unpacking its 47 arrays at every call took as long as the pass itself.
+
+    Fields: cells, queue, held, log as above; open_classes bool [C]: classes that might fit; touched bool [P]: pools that
+    gained cards. It refers to the arrays it was made of by `bundle`: make a new one when one of them is replaced.
+    """
+
+
+structref.define_proxy(State, _StateType, ["cells", "queue", "held", "log", "open_classes", "touched"])
+
+
+@njit(nogil=True, cache=True)
+def bundle(cells: Cells, queue: Queue, held: Hold, log: Log, open_classes: np.ndarray, touched: np.ndarray) -> State:
+    """The arrays as one argument."""
+    return State(cells, queue, held, log, open_classes, touched)
 
 
 @njit(nogil=True, cache=True)
@@ -404,58 +431,42 @@ def run_pass(
 
 
 @njit(nogil=True, cache=True)
-def event_pass(cells: Cells, queue: Queue, held: Hold, open_classes: np.ndarray, now_s: float, log: Log) -> int:
-    """A pass that makes no reservation and lists the cards of what it starts: one call for all that an event needs."""
-    num: int = run_pass(cells, queue, held, open_classes, now_s, np.inf, False, log)
+def event_pass(state: State, now_s: float) -> int:
+    """A pass over `open_classes` that makes no reservation and lists the cards of what it starts in `log`: one call for
+    all that an event needs."""
+    cells, log = state.cells, state.log
+    num: int = run_pass(cells, state.queue, state.held, state.open_classes, now_s, np.inf, False, log)
     list_entries(cells, log.placed[:num], log.ends, log.nodes, log.masks)
     return num
 
 
 @njit(nogil=True, cache=True)
-def finish_pass(
-    cells: Cells,
-    queue: Queue,
-    held: Hold,
-    slot: int,
-    touched: np.ndarray,
-    open_classes: np.ndarray,
-    now_s: float,
-    log: Log,
-) -> int:
+def finish_pass(state: State, slot: int, now_s: float) -> int:
     """A job is gone: free its cards and start what may fit now in the pools it touched."""
+    queue, open_classes, touched = state.queue, state.open_classes, state.touched
     touched[:] = False
-    release(cells, slot, touched)
+    release(state.cells, slot, touched)
     queue.option[slot] = -1
     for c in range(open_classes.shape[0]):
         may = False
         for pool in range(touched.shape[0]):
             may = may or (touched[pool] and queue.pools[c, pool])
         open_classes[c] = may
-    num: int = event_pass(cells, queue, held, open_classes, now_s, log)
+    num: int = event_pass(state, now_s)
     return num
 
 
 @njit(nogil=True, cache=True)
-def node_pass(
-    cells: Cells,
-    queue: Queue,
-    held: Hold,
-    node: int,
-    usable: int,
-    hit: np.ndarray,
-    touched: np.ndarray,
-    open_classes: np.ndarray,
-    now_s: float,
-    log: Log,
-) -> int:
+def node_pass(state: State, node: int, usable: int, hit: np.ndarray, now_s: float) -> int:
     """The cards of a node that may be given away change to the mask `usable`; start what may fit now.
 
     hit int32 [n]: the jobs that lose a card by it; all their cards go back and they queue again at their old place.
     """
+    cells, queue = state.cells, state.queue
     set_usable(cells, node, usable)
     for slot in hit:
-        release(cells, slot, touched)
+        release(cells, slot, state.touched)
         queue.option[slot] = -1
         enqueue(queue, slot)
-    num: int = event_pass(cells, queue, held, open_classes, now_s, log)
+    num: int = event_pass(state, now_s)
     return num

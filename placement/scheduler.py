@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from placement.has import (
     Hold,
     Log,
     Queue,
+    State,
+    bundle,
     dequeue,
     drop_hold,
     enqueue,
@@ -66,6 +69,7 @@ class Scheduler:
         self._specs: list[JobSpec | None] = []
         self._spare: list[int] = []
         self._moves: dict[str, tuple[int, int]] = {}
+        self._bundled: tuple[object, ...] = (None,) * 4
         self._resize_scratch()
 
     @property
@@ -289,9 +293,7 @@ class Scheduler:
     def _free(self, job_id: str, slot: int, now_s: float) -> list[Start]:
         """Take a running job's cards, and those of its move; start what may now fit."""
         moved = self._cancel_move(job_id)
-        cells, queue = self.ledger.cells, self._queue
-        num = finish_pass(cells, queue, self._hold, slot, self._touched, self._open, now_s, self._log)
-        started = self._listed(num)
+        started = self._listed(finish_pass(self._state(), slot, now_s))
         if moved:
             self._open[:] = True
             started += self._run(now_s)
@@ -312,13 +314,18 @@ class Scheduler:
         return self._change_node(node, (1 << self.ledger.nodes[node].num_gpus) - 1, (), now_s)
 
     def _change_node(self, node: int, usable: int, hit: Sequence[int], now_s: float) -> list[Start]:
-        slots = np.array(hit, np.int32)
-        cells, queue = self.ledger.cells, self._queue
-        num = node_pass(cells, queue, self._hold, node, usable, slots, self._touched, self._open, now_s, self._log)
-        return self._listed(num)
+        return self._listed(node_pass(self._state(), node, usable, np.array(hit, np.int32), now_s))
 
     def _run(self, now_s: float) -> list[Start]:
-        return self._listed(event_pass(self.ledger.cells, self._queue, self._hold, self._open, now_s, self._log))
+        return self._listed(event_pass(self._state(), now_s))
+
+    def _state(self) -> State:
+        """The arrays of now as one argument, made anew when one of them was replaced."""
+        arrays = (self.ledger.cells, self._queue, self._hold, self._log)
+        if not all(map(is_, arrays, self._bundled)):
+            self._bundled = arrays
+            self._bundle: State = bundle(*arrays, self._open, self._touched)
+        return self._bundle
 
     def _listed(self, num: int) -> list[Start]:
         """The decisions that an event's pass wrote to the log."""

@@ -40,7 +40,7 @@ def check(scheduler, running):
             assert mask.bit_count() % now.option.tp_group == 0, "a tensor group crosses nodes"
             assert now.option.memory_bytes <= nodes[node].memory_bytes
             assert mask < 1 << nodes[node].num_gpus
-            assert all(cells.owner[node, g] == slot for g in range(8) if mask >> g & 1)
+            assert all(cells.owner[node, g] == slot for g in range(cells.owner.shape[1]) if mask >> g & 1)
         assert cells.reserved_bytes[slot] == now.option.memory_bytes
     for node in range(len(nodes)):
         free, held = int(cells.free[node]), int(cells.held[node])
@@ -53,7 +53,7 @@ def check(scheduler, running):
     for pool in range(len(scheduler.ledger.pools)):
         up = (cells.pool == pool) & (cells.after != DETACHED)
         assert cells.tally[pool].sum() == up.sum()
-        assert np.array_equal(cells.tally[pool], np.bincount(cells.num_free[up], minlength=9))
+        assert np.array_equal(cells.tally[pool], np.bincount(cells.num_free[up], minlength=cells.tally.shape[1]))
 
 
 EVENT = st.tuples(st.sampled_from("ssssffftnjmx"), st.integers(0, 10_000), st.floats(1, 4000))
@@ -276,6 +276,37 @@ def test_a_new_node_is_used():
         scheduler.add_node(NodeSpec("late", "big", 8, 80 * GIB), 1)
     with pytest.raises(PlacementError, match="new GPU type"):
         scheduler.add_node(NodeSpec("odd", "odd", 8, 80 * GIB), 1)
+
+
+@pytest.mark.parametrize("width", [8, 16])
+def test_events_go_by_the_arrays_of_now(width):
+    """The first event packs the arrays; more jobs than there were slots, and a new node, replace them."""
+    nodes = [NodeSpec(f"n{i}", "one", width, GIB) for i in range(160 // width)]
+    scheduler = Scheduler(nodes, [JobClass("x", (PlanOption("one", 1, 1, GIB, 1.0),))])
+    running = {s.job_id: s for i in range(200) for s in scheduler.submit(JobSpec(f"j{i}", "x", 1, i), i)}
+    assert sorted(running, key=lambda job: int(job[1:])) == [f"j{i}" for i in range(160)]
+    started = scheduler.add_node(NodeSpec("late", "one", width, GIB), 201)
+    assert [s.job_id for s in started] == [f"j{160 + i}" for i in range(width)]
+    running |= {s.job_id: s for s in started}
+    check(scheduler, running)
+    lost, started = scheduler.node_lost("n0", 202)
+    assert (len(lost), started) == (width, [])
+    for job in lost:
+        del running[job]
+    check(scheduler, running)
+    (start,) = scheduler.finish(next(iter(running)), 203)
+    assert start.job_id == min(lost, key=lambda job: int(job[1:])), "the oldest of those that wait"
+
+
+def test_what_is_known_of_a_node_lies_in_one_cache_line():
+    scheduler = Scheduler(NODES[:4], CLASSES)
+    scheduler.add_node(NodeSpec("late", "big", 8, 80 * GIB), 0)
+    cells = scheduler.ledger.cells
+    fields = ("pool", "free", "num_free", "after", "before", "held", "promised", "usable", "owner")
+    for node in range(5):
+        rows = [getattr(cells, name)[node : node + 1] for name in fields]
+        assert len({row.ctypes.data // 64 for row in rows}) == 1
+        assert (cells.owner[node].ctypes.data + 8 * 4 - 1) // 64 == cells.pool[node : node + 1].ctypes.data // 64
 
 
 def test_explain_names_resource_node_and_distance():
