@@ -31,6 +31,7 @@ CHUNK_BYTES = 1 << 20
 """Sent at once, and the unit of what is fitted into idle spans of the network."""
 MAX_ANSWER_BYTES = 4096
 NICENESS = 10
+"""By how much copies give way to training."""
 _LENGTH = struct.Struct("<Q")
 _REFUSALS: dict[str, type[ZenrayError]] = {error.__name__: error for error in (StaleEpoch, MemoryExhausted)}
 
@@ -160,9 +161,13 @@ class Delivery:
 
 
 def give_way() -> None:
-    """From now on this thread computes when training does not: copies have a whole step's time, training has none."""
+    """From now on this thread computes when training does not: copies have a whole step's time, training has none.
+
+    Below the present priority, whatever it is: Ray's workers start at 15.
+    """
     if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
 
 
 def _keep_alive(connection: socket.socket) -> None:

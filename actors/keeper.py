@@ -101,8 +101,10 @@ class Kept:
     """How long the gate before this step's update was closed: the lengthening of the step."""
     idle_s: float
     """From the start of the previous replication to the gate: the span in which it could hide."""
+    needed_s: float | None
+    """How much of such a span the plan of the traffic holds necessary; None while the first steps are measured."""
     predicted_s: float | None
-    """The lengthening that the plan of the traffic foresees; None while the first steps are measured."""
+    """The lengthening that the plan foresees; None as above."""
     num_resent: int
 
 
@@ -300,6 +302,7 @@ class Keeper:
             replicate_s=time.monotonic() - begin,
             gate_s=gate_s,
             idle_s=idle_s,
+            needed_s=self.pace.needed_s,
             predicted_s=None if self.pace.plan is None else self.pace.plan.exposed_s,
             num_resent=num_resent,
         )

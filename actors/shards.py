@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,36 @@ _DTYPES: Mapping[torch.dtype, str] = {
 }
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where tensors of given names, types and shapes lie in a safetensors image: the same from step to step."""
+
+    head: Bytes
+    offsets: tuple[int, ...]
+    """Of each tensor, in the order of their names, from the beginning of the image."""
+    num_bytes: int
+    sha256: str
+
+
+@lru_cache(maxsize=16)
+def layout_of(signature: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]) -> Layout:
+    """signature: name, type, shape and bytes of each tensor, sorted."""
+    entries: dict[str, Any] = {}
+    end = 0
+    begins = []
+    for name, dtype, shape, num_bytes in signature:
+        if dtype not in _DTYPES:
+            raise CheckpointError(f"state '{name}' is {dtype}, which safetensors cannot hold")
+        begin, end = end, end + num_bytes
+        begins.append(begin)
+        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    head = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
+    offsets = tuple(head.size + begin for begin in begins)
+    return Layout(head, offsets, head.size + end, hashlib.sha256(text).hexdigest())
+
+
 class Image:
     """The safetensors image of some tensors, of which any range can be written without making the rest.
 
@@ -49,36 +79,24 @@ class Image:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor | Room]):
-        entries: dict[str, Any] = {}
-        end = 0
-        self.pieces: list[tuple[int, Tensor | Room]] = []
-        """Offset behind the head, and the tensor that begins there."""
-        for name, tensor in sorted(tensors.items()):
-            if tensor.dtype not in _DTYPES:
-                raise CheckpointError(f"state '{name}' is {tensor.dtype}, which safetensors cannot hold")
-            begin, end = end, end + tensor.nbytes
-            entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-            self.pieces.append((begin, tensor))
-        text = json.dumps(entries).encode()
-        text += b" " * (-len(text) % 8)
-        self.head = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
-        self.num_bytes = self.head.size + end
-        self.layout_sha256 = hashlib.sha256(text).hexdigest()
+        named = sorted(tensors.items())
+        self.layout = layout_of(tuple((name, tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in named))
+        self.pieces = [(begin, piece) for begin, (_, piece) in zip(self.layout.offsets, named, strict=True)]
+        """Where each tensor begins, and the tensor."""
+        self.num_bytes = self.layout.num_bytes
 
     def write(self, out: Bytes, start: int, stop: int) -> None:
         """Copy bytes [start, stop) of the image into `out`, except where there is room for others."""
-        _copy_overlap(self.head, 0, out, start, stop)
+        _copy_overlap(self.layout.head, 0, out, start, stop)
         for begin, tensor in self.pieces:
-            begin += self.head.size
             if isinstance(tensor, Tensor) and max(begin, start) < min(begin + tensor.nbytes, stop):
                 flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 _copy_overlap(flat, begin, out, start, stop)
 
     def room(self, out: Bytes) -> Bytes:
         """Where the bytes of its `Room` belong in `out`, a buffer of the whole image."""
-        (found,) = [(begin, room) for begin, room in self.pieces if isinstance(room, Room)]
-        begin = self.head.size + found[0]
-        return out[begin : begin + found[1].nbytes]
+        ((begin, room),) = [(begin, room) for begin, room in self.pieces if isinstance(room, Room)]
+        return out[begin : begin + room.nbytes]
 
 
 @dataclass(frozen=True)
@@ -126,7 +144,7 @@ def snapshot(
     shared = Image(shared_tensors)
     start, stop = share(shared.num_bytes, header.rank, header.num_shards)
     image = Image({**own_tensors, RANGE_KEY: Room(stop - start)})
-    parts = {"own": own_values, "replicated": shared_values, "layout_sha256": shared.layout_sha256}
+    parts = {"own": own_values, "replicated": shared_values, "layout_sha256": shared.layout.sha256}
     values = json.dumps(parts, sort_keys=True).encode()
     values += b" " * (-len(values) % 8)
     middle = HEADER_BYTES + len(values)

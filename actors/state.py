@@ -92,7 +92,7 @@ def collect(providers: Sequence[StateProvider]) -> tuple[dict[str, Tensor], dict
         values[provider.name] = {}
         for key, value in provider.state_dict().items():
             if isinstance(value, Tensor):
-                tensors[f"{provider.name}/{key}"] = value.detach()
+                tensors[f"{provider.name}/{key}"] = value.detach() if value.requires_grad else value
             else:
                 values[provider.name][key] = value
     return tensors, values

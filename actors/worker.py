@@ -7,6 +7,7 @@ or, where its group recovers, leaves one process group and joins that of the nex
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import threading
@@ -103,7 +104,7 @@ class GpuWorker:
         self.place: Place | None = None
         self.transport: Transport | None = None
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._is_aborted = False
+        self._is_aborted = self._is_warm = False
 
     @ray.method(concurrency_group="control")
     def sit(self) -> tuple[Seat, int]:
@@ -192,11 +193,20 @@ class GpuWorker:
     @ray.method
     def warm(self, function: object) -> None:
         """Load what training needs beyond torch itself: receiving `function` imports its modules, and the first backward
-        pass and optimizer import parts of torch that take longer than a recovery."""
-        weight = torch.nn.Parameter(torch.ones(1))
-        optimizer = torch.optim.Adam([weight])
-        (weight * weight).sum().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        pass and optimizer import parts of torch that take longer than a recovery. A third of that is the collector of
+        garbage, which walks through all modules again and again: it rests meanwhile, and leaves them alone afterwards."""
+        if self._is_warm:
+            return
+        gc.disable()
+        try:
+            weight = torch.nn.Parameter(torch.ones(1))
+            optimizer = torch.optim.Adam([weight])
+            (weight * weight).sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        finally:
+            gc.enable()
+        gc.freeze()
+        self._is_warm = True
 
     @ray.method(concurrency_group="control")
     def beat(self) -> None:

@@ -11,8 +11,8 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ from actors.state import ModelState, OptimizerState, RandomState
 from actors.worker import WorkerContext
 
 WIDTH = 256
-TURNS, TURN_STEPS = 4, 10
+TURNS, TURN_STEPS = 12, 8
+FIRST_STEPS = 2
+"""Of a turn: they still meet what the turn before left under way."""
 TURN_NAMES = ("protected", "unprotected")
 ADAM_COPIES = 3
 """Parameters, first and second moments."""
@@ -67,9 +69,7 @@ class Loop:
         self.task, self.rank = task, rank
         depth = max(1, task.state_bytes // (ADAM_COPIES * 4 * WIDTH * WIDTH))
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
-        for (
-            parameter
-        ) in self.model.parameters():  # else numbers dwindle from layer to layer, and subnormal ones are slow
+        for parameter in self.model.parameters():  # else numbers dwindle layer by layer, and subnormal ones are slow
             nn.init.normal_(parameter, std=WIDTH**-0.5)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5)
 
@@ -85,11 +85,13 @@ class Loop:
         loss: Tensor = self.model(torch.randn(16, WIDTH, generator=generator)).square().mean()
         torch.autograd.backward([loss])
         time.sleep(max(0.0, ready_s - time.monotonic()))
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        bucket = torch.cat([gradient.view(-1) for gradient in gradients])
         with busy or nullcontext():
-            for parameter in self.model.parameters():
-                assert parameter.grad is not None
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= dist.get_world_size()
+            dist.all_reduce(bucket)
+        bucket /= dist.get_world_size()
+        for gradient, part in zip(gradients, torch.split(bucket, [g.numel() for g in gradients]), strict=True):
+            gradient.view(-1).copy_(part)
 
     def update(self, step: int) -> None:
         """Apply `step`, and note it."""
@@ -110,36 +112,69 @@ def protected(task: Task, context: WorkerContext, keeper: Keeper) -> None:
     keeper.finish()
 
 
-def steady(task: Task, context: WorkerContext, keeper: Keeper) -> dict[str, list[float]]:
-    """What copies cost where nothing fails, in turns of TURN_STEPS with and without them.
+@dataclass(frozen=True)
+class Turn:
+    """TURN_STEPS steps of one rank, with or without copies; everything a step.
 
-    Returns the seconds of each step by TURN_NAMES, and by `NAME_cpu` the processor time of this rank and of its host's
-    holder, a step, of each turn.
+    step_s counts where copies are under way all the time: not the first steps of a turn, nor the wait for the last commit.
     """
-    loop = Loop(task, context.rank)
+
+    step_s: float
+    network_s: float
+    """Of it: training used the network."""
+    compute_cpu_s: float
+    """Processor time of this process in the rest of it."""
+    all_cpu_s: float
+    """Processor time of this process and of the holder of its host, waiting for the last commit included."""
+
+
+class Meter:
+    """What one rank spends until now: seconds, seconds of the network, and processor seconds outside of those."""
+
+    def __init__(self) -> None:
+        self.network_s = self.network_cpu_s = 0.0
+
+    @contextmanager
+    def busy(self, inner: AbstractContextManager[None]) -> Iterator[None]:
+        """Around what uses the network."""
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+        with inner:
+            yield
+        self.network_s += time.perf_counter() - begin_s
+        self.network_cpu_s += time.process_time() - begin_cpu_s
+
+    def read(self) -> tuple[float, float, float]:
+        """Differences of two readings are what lay between them."""
+        return time.perf_counter(), self.network_s, time.process_time() - self.network_cpu_s
+
+
+def steady(task: Task, context: WorkerContext, keeper: Keeper) -> dict[str, list[Turn]]:
+    """What copies cost where nothing fails, in turns with and without them: of each of TURN_NAMES, its turns."""
+    loop, meter = Loop(task, context.rank), Meter()
     step = keeper.restore([RandomState({})], [ModelState(loop.model), OptimizerState(loop.optimizer, loop.model)])
     holder = psutil.Process(ray.get(keeper.assignment.holders[0].actor.sit.remote(), timeout=10.0))
-    result: dict[str, list[float]] = {f"{name}{kind}": [] for name in TURN_NAMES for kind in ("", "_cpu")}
-    used_s = 0.0
-    for turn in range(2 * TURNS + 1):
-        keeper.gate()
-        dist.barrier()
-        before_s, used_s = used_s, time.process_time() + sum(holder.cpu_times()[:2])
-        if turn:
-            result[f"{TURN_NAMES[(turn - 1) % 2]}_cpu"].append((used_s - before_s) / TURN_STEPS)
-        if turn == 2 * TURNS:
-            break
+    result: dict[str, list[Turn]] = {name: [] for name in TURN_NAMES}
+    for turn in range(2 * (TURNS + 1)):
         name = TURN_NAMES[turn % 2]
+        dist.barrier()
+        used_s = time.process_time() + sum(holder.cpu_times()[:2])
         for number in range(TURN_STEPS):
-            begin = time.perf_counter()
-            loop.gradients(turn * TURN_STEPS + number + 1, keeper.busy())
+            if number == FIRST_STEPS:
+                begin = meter.read()
+            loop.gradients(turn * TURN_STEPS + number + 1, meter.busy(keeper.busy()))
             keeper.gate()
             loop.update(step)
             if name == "protected":
                 step += 1
                 keeper.prepare(step)
-            if number > 1:  # the first ones still meet what the turn before left under way
-                result[name].append(time.perf_counter() - begin)
+        step_s, network_s, compute_cpu_s = (
+            (after - before) / (TURN_STEPS - FIRST_STEPS) for before, after in zip(begin, meter.read(), strict=True)
+        )
+        keeper.gate()
+        dist.barrier()
+        used_s = time.process_time() + sum(holder.cpu_times()[:2]) - used_s
+        if turn > 1:  # the first ones fill memory and make the plan
+            result[name].append(Turn(step_s, network_s, compute_cpu_s, used_s / TURN_STEPS))
     return result
 
 

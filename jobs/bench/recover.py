@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -24,9 +25,10 @@ from pydantic import Field
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from actors.keeper import Kept
 from actors.recovery import RecoverableGroup
 from actors.storage import Storage
-from jobs.bench._recover_loops import TURN_NAMES, Task, protected, ray_train_loop, steady
+from jobs.bench._recover_loops import TURN_NAMES, Task, Turn, protected, ray_train_loop, steady
 from jobs.job import Run
 from jobs.nodes import local_nodes
 from jobs.record import record_figures, recorded
@@ -97,7 +99,7 @@ def figures(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "speedup_over_ray_train_tuned": median(ratio["ray_train_tuned"] for ratio in ratios.values()),
         "speedup_by_size_mib": ratios,
         "published_ratio": PUBLISHED_RATIO,
-        "max_overhead_where_idle_suffices": max((s["overhead"] for s in steady if s["idle_suffices"]), default=None),
+        "overhead_where_idle_suffices": max((s["overhead"] for s in steady if s["idle_suffices"]), default=None),
         "overhead_per_step": {
             size: {compute_s: s["overhead"] for compute_s, s in row["steady"].items()} for size, row in rows.items()
         },
@@ -128,32 +130,48 @@ def measure_size(config: Config, size_mib: float, run: Run) -> dict[str, Any]:
     return row
 
 
-def run_steady(config: Config, task: Task) -> dict[str, float]:
-    """Steps with and without copies, in turns in the same processes; what the plan of the traffic foresaw.
-
-    idle_suffices: the plan hides all bytes in idle spans of the network and, since the hosts of this bench share the
-    processors, the copies' processor time fits into the same share of the idle one.
-    """
+def run_steady(config: Config, task: Task) -> dict[str, Any]:
+    """Steps with and without copies, in turns in the same processes, beside what the copies need of them."""
     journal = Path(task.folder) / "steady.jsonl"
     with RecoverableGroup(config.ranks, journal=journal, strategy="STRICT_SPREAD", start_timeout_s=120.0) as group:
         by_rank = group.run(partial(steady, task), timeout_s=config.timeout_s)
-        kept = list(group.kept)
-    with_copies, without = (
-        median(max(s) for s in zip(*(r[name] for r in by_rank), strict=True)) for name in TURN_NAMES
+        kept = [row for row in group.kept if row.needed_s is not None]
+    return steady_figures(by_rank, kept, num_cores=len(os.sched_getaffinity(0)))
+
+
+def steady_figures(
+    by_rank: Sequence[Mapping[str, Sequence[Turn]]], kept: Sequence[Kept], num_cores: int
+) -> dict[str, Any]:
+    """Medians of all turns and steps. The hosts of this bench share `num_cores`.
+
+    idle_suffices: both hold. The plan of the traffic, made from the idle spans of the network, from when copies can leave
+    and from the speed of the link, hides all bytes in them. And of the processor time that training leaves while it does
+    not use the network, the same share MU is enough for all that the copies take: snapshot, digest, sending, receiving.
+    """
+    turns = {name: list(zip(*(rank[name] for rank in by_rank), strict=True)) for name in TURN_NAMES}
+    with_copies, without = (median(max(t.step_s for t in ranks) for ranks in turns[name]) for name in TURN_NAMES)
+    protected_cpu_s, training_cpu_s = (
+        median(sum(t.all_cpu_s for t in ranks) for ranks in turns[name]) for name in TURN_NAMES
     )
-    busy_s, training_s = (sum(median(rank[f"{name}_cpu"]) for rank in by_rank) for name in TURN_NAMES)
-    idle_cpu_s = len(os.sched_getaffinity(0)) * without - training_s
-    planned = [row.predicted_s for row in kept if row.predicted_s is not None]
-    exposed_s = median(planned) if planned else 0.0
+    copies_cpu_s = protected_cpu_s - training_cpu_s
+    idle_cpu_s = median(
+        num_cores * min(t.step_s - t.network_s for t in ranks) - sum(t.compute_cpu_s for t in ranks)
+        for ranks in turns["unprotected"]
+    )
+    exposed_s = median(row.predicted_s for row in kept if row.predicted_s is not None)
     return {
         "step_s": with_copies,
         "unprotected_step_s": without,
         "overhead": with_copies / without - 1,
-        "idle_suffices": exposed_s == 0.0 and busy_s - training_s <= MU * idle_cpu_s,
-        "idle_s": median(row.idle_s for row in kept),
-        "replicate_s": median(row.replicate_s for row in kept),
+        "overhead_by_turn": sorted(
+            max(t.step_s for t in ranks) / max(t.step_s for t in others) - 1
+            for ranks, others in zip(turns["protected"], turns["unprotected"], strict=True)
+        ),
+        "idle_suffices": exposed_s == 0.0 and copies_cpu_s <= MU * idle_cpu_s,
+        "idle_network_s": median(min(t.step_s - t.network_s for t in ranks) for ranks in turns["unprotected"]),
+        "needed_network_s": median(row.needed_s for row in kept if row.needed_s is not None),
         "idle_cpu_s": idle_cpu_s,
-        "copies_cpu_s": busy_s - training_s,
+        "needed_cpu_s": copies_cpu_s,
         "gate_s": median(row.gate_s for row in kept),
         "predicted_gate_s": exposed_s,
         "frame_bytes": float(median(row.frame_bytes for row in kept)),
@@ -275,7 +293,7 @@ def show(rows: dict[str, dict[str, Any]], metrics: dict[str, Any], run: Run) -> 
     run.table("After a kill", ("state", "system", "passed after s", "steps redone", "ms a step", "cold start s"), table)
     columns = (
         *("state", "device ms", "ms a step", "without copies", "overhead", "idle suffices"),
-        *("idle ms", "sending ms", "idle CPU ms", "copies CPU ms", "gate ms", "gate ms planned"),
+        *("network idle ms", "needed", "CPU idle ms", "needed", "gate ms", "planned"),
     )
     steps = [
         (
@@ -284,13 +302,19 @@ def show(rows: dict[str, dict[str, Any]], metrics: dict[str, Any], run: Run) -> 
             *(1e3 * steady[key] for key in ("step_s", "unprotected_step_s")),
             f"{steady['overhead']:.1%}",
             "yes" if steady["idle_suffices"] else "no",
-            *(1e3 * steady[key] for key in ("idle_s", "replicate_s", "idle_cpu_s", "copies_cpu_s")),
+            *(1e3 * steady[key] for key in ("idle_network_s", "needed_network_s", "idle_cpu_s", "needed_cpu_s")),
             *(1e3 * steady[key] for key in ("gate_s", "predicted_gate_s")),
         )
         for size, row in rows.items()
         for compute_s, steady in row["steady"].items()
     ]
     run.table("A step with copies in memory, and without", columns, steps)
+    most = metrics["overhead_where_idle_suffices"]
+    run.say(
+        f"where the idle network and the idle processors suffice for copies, they lengthen a step by at most {most:.1%}"
+        if most is not None
+        else "in no cell do the idle network and the idle processors suffice for copies"
+    )
     run.say(
         f"zenray is {metrics['speedup_over_ray_train']:.1f} times as fast as Ray Train, "
         f"{metrics['speedup_over_ray_train_tuned']:.1f} times as fast as Ray Train with a tuned health check "

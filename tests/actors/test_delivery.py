@@ -1,6 +1,8 @@
 """Frames over a real connection: kept, refused, damaged; strangers; a holder that goes away. And when chunks may travel."""
 
+import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from actors.checkpoints import Slots
-from actors.delivery import CHUNK_BYTES, Address, Delivery, Door
+from actors.delivery import CHUNK_BYTES, NICENESS, Address, Delivery, Door, give_way
 from actors.errors import MemoryExhausted, StaleEpoch
 from actors.frames import HEADER_BYTES, Frame, read, seal
 from actors.pace import PROFILE_STEPS, Pace
@@ -95,22 +97,55 @@ def test_a_silent_holder_is_a_timeout_and_a_late_frame_of_a_replaced_rank_is_dro
     assert read(slots.get(0, (1, 2)), "r", LIMIT).step == 1
 
 
-def test_chunks_fill_the_planned_spans_and_a_waiting_trainer_lifts_the_limits() -> None:
-    pace = Pace(num_remote=1, timeout_s=60.0)
-    for _ in range(PROFILE_STEPS + 1):
-        pace.begin()
-        with pace.busy():
-            pass
-        assert pace.allow(5 * CHUNK_BYTES) == CHUNK_BYTES  # measured as it comes
-        pace.delivered(1000, 1.0)
-    assert pace.plan is not None
-    assert pace.plan.sent_bytes == 1000
-    assert len(pace.plan.spans) == 2
-    assert pace.plan.exposed_s == pytest.approx(1.0, rel=0.01)  # a second of sending, next to no idle time
+class Clock:
+    """Time that passes when a test says so."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def step(pace: Pace, clock: Clock, *, before_s: float, busy_s: float, after_s: float, send_s: float) -> None:
+    """A step whose copy of 8 chunks leaves 0.1 s after its beginning, and whose commit comes 5 s late."""
     pace.begin()
-    first = sum(size for _, size in pace.plan.spans[0])
-    if first:
-        assert pace.allow(1000) == first
+    clock.now_s += 0.1
+    pace.allow(CHUNK_BYTES)
+    clock.now_s += before_s - 0.1
+    with pace.busy():
+        clock.now_s += busy_s
+    clock.now_s += after_s
+    pace.delivered(8 * CHUNK_BYTES, send_s)
+    pace.lift()
+    clock.now_s += 5.0
+
+
+def test_a_plan_counts_what_is_idle_between_the_first_byte_that_can_leave_and_the_wait_for_the_commit() -> None:
+    clock = Clock()
+    pace = Pace(num_remote=1, timeout_s=60.0, clock=clock)
+    for _ in range(PROFILE_STEPS):
+        assert pace.plan is None
+        step(pace, clock, before_s=0.6, busy_s=3.0, after_s=0.25, send_s=0.8)
+    pace.begin()
+    assert pace.plan is not None
+    # 0.8 of 0.5 s, at 0.1 s a chunk; the rest needs 0.4 s of the last span, of which 0.8 of 0.25 s count
+    assert [sum(size for _, size in span) for span in pace.plan.spans] == [4 * CHUNK_BYTES, 4 * CHUNK_BYTES]
+    assert pace.plan.exposed_s == pytest.approx(0.2)
+    assert pace.needed_s == pytest.approx(0.9)
+    for _ in range(PROFILE_STEPS):  # plans follow the steps as they are now, waiting for room apart
+        step(pace, clock, before_s=1.35, busy_s=3.0, after_s=0.25, send_s=0.8)
+    pace.begin()
+    assert pace.plan.exposed_s == 0.0
+    assert [sum(size for _, size in span) for span in pace.plan.spans] == [8 * CHUNK_BYTES, 0]
+
+
+def test_chunks_fill_the_planned_spans_and_a_waiting_trainer_lifts_the_limits() -> None:
+    clock = Clock()
+    pace = Pace(num_remote=1, timeout_s=60.0, clock=clock)
+    for _ in range(PROFILE_STEPS):
+        step(pace, clock, before_s=0.6, busy_s=3.0, after_s=0.25, send_s=0.8)
+    pace.begin()
+    assert sum(pace.allow(8 * CHUNK_BYTES) for _ in range(4)) == 4 * CHUNK_BYTES
     waiting = threading.Thread(target=pace.allow, args=(1000,))
     waiting.start()
     waiting.join(0.05)
@@ -122,3 +157,19 @@ def test_chunks_fill_the_planned_spans_and_a_waiting_trainer_lifts_the_limits() 
     pace.timeout_s = 0.05
     with pace.busy():  # a collective that does not end
         assert pace.allow(1000) == 1000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
+def test_threads_that_copy_give_way_whatever_the_priority_of_their_process() -> None:
+    found = []
+
+    def copy() -> None:
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, 7)
+        give_way()
+        found.append(os.getpriority(os.PRIO_PROCESS, thread))
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join(5.0)
+    assert found == [7 + NICENESS]
