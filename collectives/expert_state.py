@@ -80,13 +80,13 @@ class ExpertState:
                 total[int(hosts[source, slot])] += part.to(total.dtype)
         return total
 
-    def squared_norm(self, first: int = 0) -> float:
-        """Squared L2 norm of the summed gradients of all experts, each counted once; equal on all ranks.
+    def squared_norms(self, first: int = 0) -> np.ndarray:
+        """Squared L2 norm of each expert's summed gradient, float64 [E]; equal on all ranks.
 
         first: leave out the values of each expert before this one.
         """
         own = self.gradient[:, max(0, first - self.cuts[self.transport.rank]) :]
-        return self.total(own.double().square().sum().item())
+        return self.totals(own.double().square().sum(1).numpy())
 
     def total(self, value: float) -> float:
         """Sum of one float64 over all ranks, in rank order, so equal on all of them."""

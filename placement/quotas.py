@@ -186,17 +186,20 @@ def top_q(scores: Float, quota: int) -> Kept:
     return Kept(index, np.ones(len(index)), 0)
 
 
-def sampling_variance(scores: Float, quota: int) -> float:
-    """V(q) = sum of c^2 (1/pi - 1): what keeping `quota` pairs costs if they are drawn independently of what they contribute.
-
-    Convex and falling in q. Scores must be > 0.
+def sampling_variances(scores: Float, quota: int, expert: Int, num_experts: int) -> Float:
+    """V(q) = sum of c^2 (1/pi - 1) over the pairs of each expert, float64 [E]: what keeping `quota` pairs costs if they are
+    drawn independently of what they contribute. Each falls in q. Scores must be > 0.
     """
     if quota >= len(scores):
-        return 0.0
-    if quota <= 0:
-        return float("inf")
-    pi = inclusion(scores, quota)
-    return float((scores**2 * (1 / pi - 1)).sum())
+        return np.zeros(num_experts)
+    with np.errstate(divide="ignore"):
+        lost = scores**2 * (1 / inclusion(scores, quota) - 1)
+    return np.asarray(np.bincount(expert, lost, num_experts), np.float64)
+
+
+def sampling_variance(scores: Float, quota: int) -> float:
+    """`sampling_variances` of all pairs together; convex in the quota."""
+    return float(sampling_variances(scores, quota, np.zeros(len(scores), np.int64), 1)[0])
 
 
 # --- budgets ----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from placement.quotas import (
     budgets,
     floor_scores,
     neighbours,
-    sampling_variance,
+    sampling_variances,
     select,
     top_q,
     walk_of,
@@ -70,9 +70,10 @@ class StepLoad:
     """int64 [layers, E]."""
     dropped: int = 0
     variance: Float | None = None
-    """Squared error that sampling adds to the w2 gradients at each of SHARES, of the whole group; on steps of a choice."""
+    """Squared error that sampling adds to the w2 gradients at each of SHARES, as the optimizer sees it: that of each expert
+    over the norm of its gradient, summed; on steps of a choice."""
     squared_norm: float = math.nan
-    """Square of the w2 gradients that the full backward would have had; on steps of a choice."""
+    """The same of the square of the gradient that the full backward would have had."""
     num_nonfinite: int = 0
     """Scores of this rank that were NaN or infinite."""
     peak_bytes: int = 0
@@ -88,7 +89,7 @@ class _Layer:
     slots: SlotMap
     memory: PairMemory
     variance: Float
-    """What sampling adds on this rank at each of SHARES; counted on steps of a choice."""
+    """What sampling adds on this rank, float64 [SHARES, E]; counted on steps of a choice."""
     quotas: Sequence[int] = ()
     """Pairs that this rank would keep of the micro-batch at each of SHARES; counted on steps of a choice."""
     counted: bool = False
@@ -155,7 +156,9 @@ class ExpertBalancer:
         self.layers: list[_Layer] = []
         for index, layer in enumerate(layers):
             state = ExpertState([layer.w1, layer.w2], self.num_experts, transport, lr=lr, weight_decay=weight_decay)
-            self.layers.append(_Layer(layer, state, first.slots[index], memory, np.zeros(len(SHARES))))
+            self.layers.append(
+                _Layer(layer, state, first.slots[index], memory, np.zeros((len(SHARES), self.num_experts)))
+            )
             layer.plan = self._planner(index)
             layer.return_kept_rows = len(set(self.ranks.nodes)) > 1
             self._initialise(index)
@@ -177,7 +180,7 @@ class ExpertBalancer:
             self.choosing = self.controlled and self.retention.is_due
             full = self.retention.rho >= 1 and self.free_bytes is None and not self.choosing
             for index, item in enumerate(self.layers):
-                item.variance = np.zeros(len(SHARES))
+                item.variance = np.zeros_like(item.variance)
                 item.layer.select = keep_all if full else self._selector(index)
 
     def reduce_gradients(self, scale: float = 1.0) -> float:
@@ -189,7 +192,7 @@ class ExpertBalancer:
             item.state.reduce_gradients(item.slots, scale)
         if self.choosing:
             self._measure(scale)
-        return sum(item.state.squared_norm() for item in self.layers)
+        return float(sum(item.state.squared_norms().sum() for item in self.layers))
 
     def step(self, *, lr: float | None = None, clip: float = 1.0, spike: bool = False) -> None:
         """Update the experts, choose the next hosts, and send the weights there.
@@ -322,29 +325,33 @@ class ExpertBalancer:
 
         At a share s one of 1/s pairs along the walk is kept; two of them are 1/(3s) apart on average.
         """
-        scores, _ = floor_scores(pairs.scores.numpy(), pairs.expert.numpy(), self.num_experts)
-        walk = walk_of(pairs.expert.numpy(), pairs.place.numpy())
+        expert = pairs.expert.numpy()
+        scores, _ = floor_scores(pairs.scores.numpy(), expert, self.num_experts)
+        walk = walk_of(expert, pairs.place.numpy())
         unlike = {}
         for lag in {_lag(share) for share in SHARES}:
             first, second = neighbours(walk, lag)
             alike = pairs.alike(torch.from_numpy(first), torch.from_numpy(second)).numpy()
             weights = scores[first]
             unlike[lag] = float(np.average(1 - alike, weights=weights)) if len(first) else 1.0
-        return np.array(
-            [
-                unlike[_lag(share)] * sampling_variance(scores, quota)
-                for share, quota in zip(SHARES, quotas, strict=True)
-            ]
-        )
+        variances = (sampling_variances(scores, quota, expert, self.num_experts) for quota in quotas)
+        return np.array([unlike[_lag(share)] * found for share, found in zip(SHARES, variances, strict=True)])
 
     def _measure(self, scale: float) -> None:
-        """What the choice of a share needs, of the whole group, in units of unscaled gradients."""
-        layer, state = self.layers[0].layer, self.layers[0].state
-        variance = state.totals(np.sum([item.variance for item in self.layers], axis=0))
-        first = layer.w1[0].numel()  # scores are norms of w2's gradients, which follow w1's
-        seen = sum(item.state.squared_norm(first) for item in self.layers) / scale**2
+        """What the choice of a share needs, of the whole group, in units of unscaled gradients.
+
+        Adam divides each gradient by its root mean square. So an expert counts with the norm of its gradient, and noise
+        with its share of the square: for experts of few pairs that share is the largest.
+        """
+        first = self.layers[0].layer.w1[0].numel()  # scores are norms of w2's gradients, which follow w1's
+        variance, norms = np.zeros(len(SHARES)), 0.0
+        for item in self.layers:
+            root = np.sqrt(item.state.squared_norms(first)) / scale
+            table = item.state.totals(item.variance.reshape(-1)).reshape(item.variance.shape)
+            variance += table @ np.divide(1, root, out=np.zeros_like(root), where=root > 0)
+            norms += float(root.sum())
         self.load.variance = variance
-        self.load.squared_norm = seen - float(np.interp(self.retention.rho, SHARES, variance))
+        self.load.squared_norm = norms - float(np.interp(self.retention.rho, SHARES, variance))
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

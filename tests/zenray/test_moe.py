@@ -18,7 +18,7 @@ from collectives.policy import SyncPolicy
 from collectives.transport import LocalTransport, run_local
 from placement.errors import PlacementError
 from placement.experts import POLICIES
-from placement.quotas import SHARES, Retention, sampling_variance
+from placement.quotas import SHARES, Retention, sampling_variances
 from placement.split import Ranks
 from zenray.moe import ExpertBalancer
 from zenray.moe_state import ExpertsState, load_experts
@@ -203,7 +203,7 @@ def test_the_share_in_the_backward_is_chosen_from_what_is_measured() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_measured_square_is_that_of_the_full_gradient(size: int) -> None:
+def test_the_measured_norms_are_those_of_the_full_gradient(size: int) -> None:
     """At any share, within what sampling adds; exactly where nothing is sampled. In micro-batches as in one."""
 
     def body(transport: LocalTransport, rho: float) -> tuple[float, float]:
@@ -214,7 +214,7 @@ def test_the_measured_square_is_that_of_the_full_gradient(size: int) -> None:
             layer(x)[0].square().sum().backward()
         balancer.reduce_gradients(0.5)
         state = balancer.layers[0].state
-        exact = state.squared_norm(layer.w1[0].numel()) / 0.5**2
+        exact = float(np.sqrt(state.squared_norms(layer.w1[0].numel())).sum()) / 0.5
         assert balancer.load.variance is not None
         return balancer.load.squared_norm, exact - float(np.interp(rho, SHARES, balancer.load.variance))
 
@@ -246,7 +246,7 @@ def test_the_estimated_variance_is_that_of_many_draws(spread: float) -> None:
             select = layer.select
 
             def seen(pairs: ScoredPairs) -> Selection:
-                scores[:] = [pairs.scores.numpy()]
+                scores[:] = [pairs.scores.numpy(), pairs.expert.numpy()]
                 return select(pairs)
 
             layer.select = seen
@@ -258,9 +258,11 @@ def test_the_estimated_variance_is_that_of_many_draws(spread: float) -> None:
         exact = gradient(0, 1.0, choose=True)
         assert balancer.load.variance is not None
         estimate = float(balancer.load.variance[SHARES.index(share)])
-        independent = sampling_variance(scores[0], round(share * len(scores[0])))
-        seen = [float((gradient(draw, share) - exact).square().sum()) for draw in range(draws)]
-        return estimate, float(np.mean(seen)), independent
+        norms = np.sqrt(exact.square().sum(1).numpy())
+        weights = np.divide(1, norms, out=np.zeros_like(norms), where=norms > 0)
+        independent = sampling_variances(scores[0], round(share * len(scores[0])), scores[1], EXPERTS) @ weights
+        seen = [(gradient(draw, share) - exact).square().sum(1).numpy() @ weights for draw in range(draws)]
+        return estimate, float(np.mean(seen)), float(independent)
 
     estimate, seen, independent = run_local(1, body)[0]
     assert 0.6 < estimate / seen < 1.7
