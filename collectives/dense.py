@@ -106,8 +106,10 @@ class DenseReducer:
         self.open_step(step)
         segments = self._segments(places, buffer) if step > 0 and self.transport.size > 1 else []
         planned = [(segment, stretch) for segment in segments if (stretch := self._stretch(segment, buffer, step))]
-        for _, stretch in planned:
+        for segment, stretch in planned:
             self._plan(stretch, step)
+            if self.planner.choice(stretch.label).candidate.codec not in stretch.load.feedback:
+                self.feedback.deliver(segment.layout, buffer[segment.start : segment.stop], self.transport.size)
         active = [(s, stretch) for s, stretch in planned if not self.planner.choice(stretch.label).is_off]
         if not active:
             self._reduce_plain(buffer, places, planned)
@@ -142,6 +144,7 @@ class DenseReducer:
     def _reduce_segment(self, buffer: Tensor, segment: Segment, stretch: Stretch) -> None:
         x, choice = buffer[segment.start : segment.stop], self.planner.choice(stretch.label)
         traffic, is_round = self.transport.traffic, self.planner.round_due(stretch.label)
+        alone = choice.candidate.codec not in stretch.load.feedback or self.planner.is_first(stretch.label)
         exact = x.float() if self.planner.canary_due(stretch.label) else None
         if exact is not None:
             exact = exact.clone() if exact.data_ptr() == x.data_ptr() else exact
@@ -168,7 +171,7 @@ class DenseReducer:
         self._raw_bytes += x.nbytes
         self._wire_bytes += round(sent * scale)
         error = 0.0
-        if exact is not None and finite and choice.candidate.codec not in stretch.load.feedback:
+        if exact is not None and finite and alone:
             scale_of = float(torch.linalg.vector_norm(exact))
             error = float(torch.linalg.vector_norm(x.float() - exact)) / scale_of if scale_of > 0 else 0.0
         residual = 0.0

@@ -2,7 +2,8 @@
 
 A stretch is reduced plainly first, which shows how long that takes and how much of it the backward pass hides. Only
 where enough is exposed and a candidate is predicted to take less than `USE_BELOW` of the plain time is it tried; what
-the trials took decides. Guards (error, residual, non-finite values, time) ban a codec and all that are coarser.
+the trials took, and what they held back of the gradient, decides (`held_back`). Guards (error, residual, non-finite
+values, time) ban a codec and all that are coarser.
 
 Decisions are made at `round_due` calls from figures that all ranks have exchanged there (the slowest, the worst), so
 that they are equal on all ranks; a digest of the state rides along and proves it. Between rounds nothing changes.
@@ -31,6 +32,8 @@ OPTIMISM = 0.75
 """A codec not yet measured here is hoped to take this share of its prediction, so that it gets a trial."""
 MIN_EXPOSED_SHARE = 0.1
 """Agarwal et al., MLSys'22: below this share of the step, gradient compression did not pay."""
+
+MAX_HELD_BACK = 0.999
 
 MIN_STEPS = 5
 """Plain steps before a codec is tried; the first of a run pay for buffers and code generation."""
@@ -81,6 +84,14 @@ class Exposure:
         return self.exposed_s / self.step_s if self.step_s > 0 else 0.0
 
 
+def held_back(relative_error: float) -> float:
+    """Further steps that a codec costs, per step: the update holds 1 - error^2 of the gradient's square, and the progress
+    of a step with it. Error feedback delivers the rest, but late and, to an adaptive optimizer, in bursts that it divides
+    by their own size (Karimireddy et al., ICML'19: with a residual too the rate falls with 1 - error^2).
+    """
+    return 1 / (1 - min(relative_error**2, MAX_HELD_BACK)) - 1
+
+
 def choose_codec(
     found: Sequence[Candidate],
     baseline: Candidate,
@@ -88,23 +99,32 @@ def choose_codec(
     correction: Mapping[str, float] | None = None,
     current: str = "off",
     *,
+    errors: Mapping[str, float] | None = None,
     fixed: bool = False,
 ) -> DenseChoice:
-    """The reduction with the least expected time if it is worth it, otherwise "off" with the reason; a pure function.
+    """What takes the least expected time to the same progress if it is worth it, otherwise "off" with the reason; pure.
 
     found: what policy, support and memory allow. exposure: None while it is not known. correction: observed over
-    modelled seconds by key; the plain reduction's, where known, also stands for candidates not yet measured.
+    modelled seconds by key; the plain reduction's, where known, also stands for candidates not yet measured. errors:
+    relative error of the mean by key, of one step without a residual; what was never looked at is taken for exact.
     """
-    known = correction or {}
+    known, lost = correction or {}, errors or {}
     bias = known.get("off", 1.0)
+    plain_s = baseline.model_s * bias
 
     def likely_s(c: Candidate) -> float:
         return c.model_s * known.get(c.key, bias)
 
     def hoped_s(c: Candidate) -> float:
-        return likely_s(c) * (OPTIMISM if known and c.key not in known else 1.0)
+        """Further steps cost this reduction again, and its part of what else a step takes."""
+        further, rest_s = held_back(lost.get(c.key, 0.0)), 0.0
+        if exposure is not None:
+            part = plain_s / max(exposure.exposed_s, plain_s)
+            rest_s = part * max(0.0, exposure.step_s - exposure.exposed_s)
+        hope = OPTIMISM if known and c.key not in known else 1.0
+        return likely_s(c) * hope * (1 + further) + rest_s * further
 
-    plain_s, times = likely_s(baseline), {c.key: likely_s(c) for c in found}
+    times = {c.key: likely_s(c) for c in found}
 
     def choice(c: Candidate, reason: str) -> DenseChoice:
         return DenseChoice(c, likely_s(c), plain_s, reason, times)
@@ -126,7 +146,13 @@ def choose_codec(
         return choice(baseline, f"{best.key} would take {likely_s(best) * 1e3:.3g} of {plain_s * 1e3:.3g} ms")
     if known and best.key not in known:
         return choice(best, f"{TRIAL}: {likely_s(best) * 1e3:.3g} ms by the model, {plain_s * 1e3:.3g} ms without")
-    return choice(best, f"{likely_s(best) * 1e3:.3g} ms instead of {plain_s * 1e3:.3g} ms")
+    reason = f"{likely_s(best) * 1e3:.3g} ms instead of {plain_s * 1e3:.3g} ms"
+    faster = min((c for c in found if c.key in lost and likely_s(c) < likely_s(best)), key=likely_s, default=best)
+    if held_back(lost.get(faster.key, 0.0)) > held_back(lost.get(best.key, 0.0)):
+        reason += (
+            f"; {faster.key}, {likely_s(faster) * 1e3:.3g} ms, holds back {lost[faster.key] ** 2:.0%} of the gradient"
+        )
+    return choice(best, reason)
 
 
 @dataclass
@@ -149,6 +175,8 @@ class _Stretch:
     calls: int = 0
     held_until: int = 0
     ratios: dict[str, list[float]] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    """By key, of its first call."""
     num_observed: dict[str, int] = field(default_factory=dict)
     banned: list[str] = field(default_factory=list)
     exposed_ns: int = 0
@@ -211,8 +239,12 @@ class DensePlanner:
         """Whether to compare this call's result with the exact mean: one stretch at a time, in turn."""
         order, stretch = list(self._stretches), self._of(label)
         turn = stretch.calls // CANARY_CALLS % len(order) == order.index(label)
-        first = not stretch.num_observed.get(stretch.current) and not stretch.spent.seconds
-        return stretch.current != "off" and (first or (turn and stretch.calls % CANARY_CALLS == 0))
+        return stretch.current != "off" and (self.is_first(label) or (turn and stretch.calls % CANARY_CALLS == 0))
+
+    def is_first(self, label: str) -> bool:
+        """Whether what reduces this stretch now has never done so before."""
+        stretch = self._of(label)
+        return not stretch.num_observed.get(stretch.current) and not stretch.spent.seconds
 
     def choice(self, label: str) -> DenseChoice:
         """The choice that holds for `label`, after its first round."""
@@ -258,6 +290,8 @@ class DensePlanner:
             stretch.exposed_ns, stretch.step_ns = least, worst["step_ns"]
         if worst["time_ns"]:
             self._note_time(stretch, worst["time_ns"] / 1e9, worst["bytes"])
+        if worst["error_ppm"]:
+            stretch.errors.setdefault(stretch.current, worst["error_ppm"] / 1e6)
         reason = self._violation(stretch, worst)
         if reason:
             self._demote(label, stretch, reason)
@@ -299,7 +333,9 @@ class DensePlanner:
         baseline, allowed = plain(stretch.load, self.link), [c for c in stretch.codecs if c not in state.banned]
         found = list(candidates(allowed, stretch.load, self.link, speeds))
         before, known = state.current, state.correction()
-        choice = choose_codec(found, baseline, state.exposure(), known, before, fixed=stretch.fixed)
+        choice = choose_codec(
+            found, baseline, state.exposure(), known, before, errors=state.errors, fixed=stretch.fixed
+        )
         if stretch.codecs and not found:
             why = f"{', '.join(state.banned)} taken back" if state.banned else "the memory budget leaves no codec"
             choice = replace(choice, reason=why)

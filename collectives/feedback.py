@@ -52,6 +52,8 @@ class _Bucket:
     value: Tensor
     pending: Tensor
     dirty: bool = False
+    leaving: bool = False
+    """Delivered in this step: gone once the step counts."""
 
     def pieces(self) -> list[tuple[str, Piece]]:
         """Name and part of every parameter that lies in [start, stop); the values are views."""
@@ -155,8 +157,25 @@ class ErrorFeedback:
                 low - piece.offset : high - piece.offset
             ]
 
+    def deliver(self, layout: Sequence[tuple[str, int]], x: Tensor, size: int) -> None:
+        """Add to the gradient x (flat, of this layout, a mean over `size` ranks) all that is owed: from now on it travels in a
+        way that loses nothing worth keeping. Afterwards nothing is owed, unless the step is taken back.
+        """
+        key = tuple(layout)
+        names = {name for name, _ in key}
+        for buckets, unplaced, factor in ((self.buckets, self.unplaced, 1), (self.owned, self.unplaced_owned, size)):
+            if key not in buckets and names & unplaced.keys():
+                self._place(buckets, unplaced, key, 0, x.numel())
+            if key in buckets:
+                bucket = buckets[key]
+                x[bucket.start : bucket.stop] += factor * bucket.value
+                bucket.leaving = True
+
     def commit(self) -> None:
         """The step counts: pending residuals become the residuals."""
+        for table in (self.buckets, self.owned):
+            for key in [key for key, bucket in table.items() if bucket.leaving]:
+                del table[key]
         for bucket in self._all():
             if bucket.dirty and self.reversible:
                 bucket.value, bucket.pending = bucket.pending, bucket.value
@@ -167,7 +186,7 @@ class ErrorFeedback:
         if not self.reversible:
             raise ConfigError("only ErrorFeedback(reversible=True) can take a step back")
         for bucket in self._all():
-            bucket.dirty = False
+            bucket.dirty = bucket.leaving = False
 
     def rescale(self, factor: float) -> None:
         """Multiply all residuals: by new/old loss scale when it changes, or by lr before/lr now."""

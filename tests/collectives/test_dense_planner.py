@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from collectives.codec_cost import CodecSpeed, DenseLoad, candidates, plain, predict
 from collectives.codecs import CODECS
 from collectives.cost import Link
-from collectives.dense_planner import CANARY_CALLS, DensePlanner, Exposure, Stretch, choose_codec
+from collectives.dense_planner import CANARY_CALLS, DensePlanner, Exposure, Stretch, choose_codec, held_back
 from collectives.errors import CollectiveMismatch
 
 SPEED = CodecSpeed(5e-10, 1e-9, 4e-10, 4e-10, 8.2)
@@ -98,6 +98,20 @@ def test_predictions_are_finite_positive_and_grow_with_the_slowness_of_the_link(
         assert found.wire_bytes >= 0
         slower = predict(name, found.pattern, load(size, numel), link(size, GIGABIT / 2), SPEED)
         assert slower.model_s >= found.model_s
+
+
+def test_further_steps_are_what_the_gradient_held_back_costs() -> None:
+    assert [held_back(error) for error in (0.0, 0.5, 1.0, 7.0)] == pytest.approx([0, 1 / 3, 999, 999])
+
+
+def test_the_fastest_codec_is_not_the_best_if_it_holds_back_most_of_the_gradient() -> None:
+    names = ("int8b", "int4b", "sq")
+    assert choose(names, link()).candidate.codec == "sq"
+    chosen = choose(names, link(), errors={"sq/one_shot": 0.9, "sq/two_shot": 0.9, "int4b/two_shot": 0.15})
+    assert chosen.candidate.key == "int4b/two_shot"
+    assert "ms instead of" in chosen.reason
+    assert "holds back 81% of the gradient" in chosen.reason
+    assert choose(names, link(), errors={"sq/one_shot": 0.1, "sq/two_shot": 0.1}).candidate.codec == "sq"
 
 
 # --- many calls: every rank is one planner, the round is a stack of records ---
@@ -207,6 +221,16 @@ def test_a_growing_residual_is_a_violation_and_a_large_but_falling_one_is_not() 
             for _ in range(50):
                 last = ranks.step(residual=ratio)
         assert (last == "off") == gone
+
+
+def test_a_codec_that_holds_back_too_much_is_left_after_its_trial() -> None:
+    names = ("int4b", "sq")
+    ranks = Ranks(model_times(names), names)
+    seen = [ranks.step(error=0.9, int4b={"relative_error": 0.15}) for _ in range(120)]
+    assert any(key.startswith("sq") for key in seen)
+    assert seen[-60:] == ["int4b/two_shot"] * 60
+    state = json.loads(json.dumps(ranks.planners[0].state_dict()))
+    assert state["stretches"]["a"]["errors"]["int4b/two_shot"] == 0.15
 
 
 def test_canaries_fly_for_one_stretch_at_a_time() -> None:

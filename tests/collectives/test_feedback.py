@@ -228,3 +228,37 @@ def test_powersgd_takes_only_what_it_makes_smaller() -> None:
     assert not worth_it(torch.Size((8, 8)), 2)
     assert not worth_it(torch.Size((4000,)), 2)
     assert not worth_it(torch.Size((0, 5)), 1)
+
+
+@pytest.mark.parametrize("reversible", [True, False])
+def test_what_is_owed_is_delivered_once_when_a_codec_without_residual_takes_over(reversible: bool) -> None:
+    layout, size = (("a", 3), ("b", 2)), 4
+    feedback = ErrorFeedback(reversible=reversible)
+    feedback.residual(layout).update.copy_(torch.arange(1.0, 6.0))
+    feedback.owner_residual(layout, slice(2, 4)).update.fill_(0.5)
+    feedback.commit()
+    if reversible:
+        skipped = torch.zeros(5)
+        feedback.deliver(layout, skipped, size)
+        feedback.rollback()
+    x = torch.ones(5)
+    feedback.deliver(layout, x, size)
+    assert x.tolist() == [2, 3, 4 + 2, 5 + 2, 6]
+    feedback.commit()
+    assert feedback.num_bytes == 0
+    feedback.deliver(layout, x, size)
+    assert x.tolist() == [2, 3, 6, 7, 6]
+
+
+def test_what_was_loaded_is_delivered_as_well() -> None:
+    layout = (("a", 3),)
+    feedback = ErrorFeedback(reversible=True)
+    feedback.residual(layout).update.fill_(2.0)
+    feedback.commit()
+    again = ErrorFeedback(reversible=True)
+    again.load_state_dict(feedback.state_dict())
+    x = torch.zeros(3)
+    again.deliver(layout, x, 2)
+    assert x.tolist() == [2, 2, 2]
+    again.commit()
+    assert again.state_dict() == {"residuals": {}, "owner_residuals": {}}
