@@ -24,6 +24,7 @@ import numpy as np
 from collectives.codec_cost import Candidate, CodecSpeed, DenseLoad, candidates, plain
 from collectives.cost import Link
 from collectives.errors import CollectiveMismatch
+from collectives.guards import coarser, ppm, violation
 from collectives.planner import SWITCH_GAIN, TRIALS, WINDOW
 
 USE_BELOW = 0.9
@@ -43,14 +44,7 @@ ROUND_CALLS = 50
 HOLD_CALLS = 200
 """A settled choice stays this long unless a guard speaks."""
 CANARY_CALLS = 200
-MAX_NONFINITE = 8
-"""Non-finite results in a row; a loss scaler that looks for its scale produces a few."""
 MAX_RESIDUAL_RATIO = 10.0
-
-MAX_RELATIVE_ERROR: Mapping[str, float] = {"bf16": 0.02, "fp16": 0.02, "int8b": 0.1, "fp8b": 0.2, "int4b": 0.5}
-"""Against the exact mean, for single steps without a residual; several times what the codec does on gradients."""
-COARSENESS = ("bf16", "fp16", "int8b", "fp8b", "int4b", "eb", "eb_sum", "sq", "topk", "powersgd", "sign", "randomk")
-"""From fine to coarse: a demotion allows what is left of the codec it bans."""
 
 TRIAL = "trial"
 RECORD_FIELDS = ("digest", "time_ns", "bytes", "exposed_ns", "step_ns", "error_ppm", "residual_ppm", "nonfinite")
@@ -268,8 +262,8 @@ class DensePlanner:
             spent.num_bytes,
             round(median(e.exposed_s for e in seen) * 1e9) if len(seen) >= MIN_STEPS else -1,
             round(median(e.step_s for e in seen) * 1e9) if len(seen) >= MIN_STEPS else 0,
-            _ppm(spent.relative_error),
-            _ppm(spent.residual_ratio),
+            ppm(spent.relative_error),
+            ppm(spent.residual_ratio),
             spent.num_nonfinite,
         ]
 
@@ -312,18 +306,13 @@ class DensePlanner:
             return ""
         stretch.residual_ratio, error = worst["residual_ppm"] / 1e6, worst["error_ppm"] / 1e6
         stretch.relative_error = error or stretch.relative_error
-        limit = MAX_RELATIVE_ERROR.get(codec)
-        if limit is not None and error > limit:
-            return f"relative error {error:.3g}, at most {limit} expected"
         if stretch.residual_ratio > MAX_RESIDUAL_RATIO and stretch.residual_ratio > before:
             return f"residual {stretch.residual_ratio:.3g} times the gradient and growing"
-        if worst["nonfinite"] >= MAX_NONFINITE:
-            return f"{worst['nonfinite']} results in a row were not finite, or lost small values"
-        return ""
+        return violation(codec, error, worst["nonfinite"])
 
     def _demote(self, label: str, stretch: _Stretch, reason: str) -> None:
         codec = stretch.current.partition("/")[0]
-        stretch.banned = sorted({*stretch.banned, *COARSENESS[COARSENESS.index(codec) :]})
+        stretch.banned = sorted({*stretch.banned, *coarser(codec)})
         stretch.held_until = 0
         self.events.append(f"{label}: {codec} taken back at call {stretch.calls}: {reason}")
 
@@ -404,7 +393,3 @@ class DensePlanner:
 
     def _of(self, label: str) -> _Stretch:
         return self._stretches.setdefault(label, _Stretch())
-
-
-def _ppm(value: float) -> int:
-    return round(min(value, 1e9) * 1e6) if value == value else round(1e15)

@@ -27,15 +27,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 from collectives import movement
-from collectives.channel import Channel, RoleRecord, as_fp32
+from collectives.channel import Channel, Decision, RoleRecord, as_fp32
 from collectives.codecs import CODECS
-from collectives.codecs.codec import Codec, Residual
+from collectives.codecs.codec import Codec, Flag, Residual
 from collectives.errors import ConfigError
 from collectives.feedback import ErrorFeedback
 from collectives.policy import Role, SyncPolicy
 from collectives.reduce import reduce_scatter, two_shot
 from collectives.subgroup import SubTransport
 from collectives.transport import Transport
+
+LEFT_TO_TORCH = Decision(None, "no sum, mean or floating-point tensor", 0.0)
 
 
 @dataclass
@@ -114,28 +116,27 @@ class CompressedReduceScatter(DefaultAllocMixin, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         channel = self.sync.grads
-        factor = _factor(op, channel.transport.size)
-        decision = channel.decide(input_tensor.numel(), input_tensor.element_size(), "once")
-        size = channel.transport.size
+        factor, size = _factor(op, channel.transport.size), channel.transport.size
+        decision = channel.agree(input_tensor, "once") if factor is not None else LEFT_TO_TORCH
         with channel.counted((size - 1) * input_tensor.nbytes // size, decision):
             if decision.codec is None or factor is None:
                 return self.default(output_tensor, input_tensor, group, op, async_op)  # type: ignore[no-any-return]
             residual = self._residual(decision.codec, input_tensor.numel())
             out = output_tensor if output_tensor.dtype == torch.float32 else torch.empty(output_tensor.shape)
-            self._reduce(as_fp32(input_tensor), out, decision.codec, residual)
+            channel.note(self._reduce(as_fp32(input_tensor), out, decision.codec, residual))
             if factor != 1 or out is not output_tensor:
                 torch.mul(out, factor, out=out)
                 output_tensor.copy_(out)
         return None
 
-    def _reduce(self, x: Tensor, out: Tensor, codec: Codec, residual: Residual | None) -> None:
+    def _reduce(self, x: Tensor, out: Tensor, codec: Codec, residual: Residual | None) -> Flag:
         channel = self.sync.grads
         options = {"residual": residual, "seed": channel.seed(self.name), "workspace": channel.space}
         if 1 < channel.topology.ranks_per_node < channel.transport.size:
             inner = CODECS["int8b"] if codec.name == "int4b" else codec
-            reduce_scatter_two_hop(x, out, inner, codec, channel.transport, channel.topology.ranks_per_node, **options)
-        else:
-            reduce_scatter(x, out, codec, channel.transport, **options)  # type: ignore[arg-type]
+            per_node = channel.topology.ranks_per_node
+            return reduce_scatter_two_hop(x, out, inner, codec, channel.transport, per_node, **options)
+        return reduce_scatter(x, out, codec, channel.transport, **options)  # type: ignore[arg-type]
 
     def _residual(self, codec: Codec, numel: int) -> Residual | None:
         """The step before counts, unless it was taken back since: its residuals are settled now."""
@@ -158,9 +159,11 @@ class CompressedAllGather(DefaultAllocMixin, AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         channel, size = self.sync.params, self.sync.params.transport.size
-        decision = channel.decide(output_tensor.numel(), output_tensor.element_size(), "once")
+        decision = LEFT_TO_TORCH
+        if output_tensor.is_floating_point():
+            decision = channel.agree(input_tensor, "once", output_tensor.numel())
         with channel.counted((size - 1) * input_tensor.nbytes, decision):
-            if decision.codec is None or not output_tensor.is_floating_point():
+            if decision.codec is None:
                 return self.default(output_tensor, input_tensor, group, async_op)  # type: ignore[no-any-return]
             gather(output_tensor, input_tensor, decision.codec, channel)
         return None
@@ -171,7 +174,7 @@ def gather(output: Tensor, shard: Tensor, codec: Codec, channel: Channel) -> Non
     whole = output if output.dtype == torch.float32 or codec.name == "lossless" else torch.empty(output.shape)
     parts = list(whole.view(-1).chunk(channel.transport.size))
     parts[channel.transport.rank].copy_(shard.reshape(-1))
-    movement.all_gather(parts, codec, channel.transport, seed=channel.seed(), workspace=channel.space)
+    channel.note(movement.all_gather(parts, codec, channel.transport, seed=channel.seed(), workspace=channel.space))
     if whole is not output:
         output.copy_(whole)
 
@@ -184,7 +187,7 @@ def reduce_scatter_two_hop(
     transport: Transport,
     ranks_per_node: int,
     **options: Any,
-) -> None:
+) -> Flag:
     """`reduce_scatter` (sum) for ranks numbered node by node: inside the node with `inner`, between nodes with `outer`.
 
     Place p of a node first collects the chunks of all ranks at place p; so each chunk ends at its owner without a
@@ -197,20 +200,21 @@ def reduce_scatter_two_hop(
     residual = options.pop("residual")
     by_place = x.view(nodes, ranks_per_node, -1).transpose(0, 1).contiguous().view(-1)
     collected = torch.empty(by_place.numel() // ranks_per_node)
-    reduce_scatter(by_place, collected, inner, inside, residual=residual, **options)
-    reduce_scatter(collected, out, outer, between, **options)
+    flags = reduce_scatter(by_place, collected, inner, inside, residual=residual, **options)
+    return flags | reduce_scatter(collected, out, outer, between, **options)
 
 
 def replica_hook(channel: Channel) -> Callable[[Tensor], None]:
     """For `FSDPModule.set_all_reduce_hook`: the mean over replicas of 1-D FSDP, channel being over the replicas."""
 
     def hook(gradient: Tensor) -> None:
-        decision = channel.decide(gradient.numel(), gradient.element_size(), "all_reduce")
-        if decision.codec is None:
-            channel.transport.all_reduce("replicas", gradient, "mean")
-        else:
-            two_shot(
-                gradient, decision.codec, channel.transport, op="mean", seed=channel.seed(), workspace=channel.space
+        decision, transport = channel.agree(gradient, "all_reduce"), channel.transport
+        with channel.counted(2 * (transport.size - 1) * gradient.nbytes // transport.size, decision):
+            if decision.codec is None:
+                transport.all_reduce("replicas", gradient, "mean")
+                return
+            channel.note(
+                two_shot(gradient, decision.codec, transport, op="mean", seed=channel.seed(), workspace=channel.space)
             )
 
     return hook

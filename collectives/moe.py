@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from collectives import movement
-from collectives.channel import Channel
+from collectives.channel import Channel, RoleRecord
 from collectives.codecs import Codec
 from collectives.errors import CollectiveMismatch
 from collectives.policy import Role, SyncPolicy
@@ -140,10 +140,9 @@ class _Move:
         """Rows there (or back), through the codec that the channel gives to an exchange of this size."""
         if self.channel is None or rows.dtype != torch.float32:
             return _exchange_rows(rows, self.transport, self.phase, send, receive)
-        decision = self.channel.decide(self.mean_values, rows.itemsize, "once")
+        decision = self.channel.agree(rows, "once", self.mean_values)
         with self.channel.counted(rows.nbytes, decision):
-            seed = self.channel.seed()
-            return _exchange_rows(rows, self.transport, self.phase, send, receive, decision.codec, seed)
+            return _exchange_rows(rows, self.transport, self.phase, send, receive, decision.codec, self.channel)
 
 
 def _exchange_rows(
@@ -153,14 +152,17 @@ def _exchange_rows(
     send: np.ndarray,
     receive: np.ndarray,
     codec: Codec | None = None,
-    seed: int = 0,
+    channel: Channel | None = None,
 ) -> Tensor:
-    """rows: [sum(send), ...] ordered by destination; returns [sum(receive), ...] ordered by source."""
+    """rows: [sum(send), ...] ordered by destination; returns [sum(receive), ...] ordered by source.
+
+    channel: the codec's.
+    """
     result = rows.new_empty((int(receive.sum()), *rows.shape[1:]))
     outgoing, incoming = torch.split(rows, send.tolist()), torch.split(result, receive.tolist())
-    if codec is not None:
+    if codec is not None and channel is not None:
         flat_in, flat_out = [part.reshape(-1) for part in incoming], [part.reshape(-1) for part in outgoing]
-        movement.all_to_all(flat_in, flat_out, codec, transport, seed=seed, phase=phase)
+        channel.note(movement.all_to_all(flat_in, flat_out, codec, transport, seed=channel.seed(), phase=phase))
         return result
     with transport.exchange(phase, [Parcel(peer, incoming[peer]) for peer in others(transport)]) as exchange:
         for peer in others(transport):
@@ -367,6 +369,10 @@ class MoELayer(nn.Module):
         output = torch.zeros_like(x).index_add(0, token, weighted)
         load.forward_s = time.perf_counter() - started
         return output, routing
+
+    def records(self) -> list[RoleRecord]:
+        """Means per call of moe_dispatch and moe_combine on this rank; empty without channels."""
+        return [channel.record() for channel in self.channels if channel is not None]
 
     def _group(self, received: np.ndarray, slots: np.ndarray, dispatch: _Move) -> _Step:
         """received: int64 [N, E], rows that arrived from each rank for each expert, in that order."""

@@ -76,7 +76,7 @@ class OuterLoop:
     def _average(self, delta: Tensor) -> None:
         """The mean over ranks, in place; what the codec lost is added to the next delta."""
         channel, size = self.channel, self.channel.transport.size
-        decision = channel.decide(delta.numel(), 4, "all_reduce")
+        decision = channel.agree(delta, "all_reduce")
         with channel.counted(2 * (size - 1) * delta.nbytes // size, decision):
             codec = decision.codec
             if codec is None:
@@ -86,7 +86,7 @@ class OuterLoop:
             carries = codec.name in ("int4b", "eb", "topk", "sq") if wanted is None else wanted
             residual = self.feedback.residual((("delta", delta.numel()),)) if carries else None
             reduce = one_shot if isinstance(codec, TopK) else two_shot
-            reduce(
+            flags = reduce(
                 delta,
                 codec,
                 channel.transport,
@@ -95,6 +95,7 @@ class OuterLoop:
                 seed=channel.seed(),
                 workspace=channel.space,
             )
+            channel.note(flags)
             self.feedback.commit()
 
     def _flat(self) -> Tensor:
@@ -106,9 +107,9 @@ class OuterLoop:
             p.data.copy_(self.anchor[start : start + p.numel()].view(p.shape))
             start += p.numel()
 
-    def record(self) -> RoleRecord:
+    def records(self) -> list[RoleRecord]:
         """Means per outer step of outer_delta on this rank."""
-        return self.channel.record(residual_bytes=self.feedback.num_bytes)
+        return [self.channel.record(residual_bytes=self.feedback.num_bytes)]
 
     def state_dict(self) -> dict[str, Any]:
         """Anchor and velocity are equal on all ranks, the residual is this rank's own."""

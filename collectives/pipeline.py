@@ -3,6 +3,9 @@
 `CompressedStage` is torch's own `PipelineStage` for any of torch's schedules; only what travels differs. Each message
 is encoded once by the sender and decoded once by the receiver, so the error does not grow with the number of stages,
 and none of it is carried over. Only codecs of fixed packet size can be used, since receives are posted beforehand.
+
+For the same reason a codec that a guard takes back (channel.py) still carries the rest of the step: a flag in the header
+of the packet that was looked at tells the receiver, and both sides use another codec from the next step on.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from collectives.channel import Channel, Decision, RoleRecord, as_fp32
+from collectives.channel import Channel, Decision, Movement, RoleRecord, as_fp32
 from collectives.codecs import CODECS
+from collectives.codecs.codec import Flag, add_flags, packet_flags
 from collectives.errors import ConfigError
 from collectives.policy import Role, SyncPolicy
 
@@ -29,6 +33,7 @@ class _Incoming:
     packet: Tensor
     target: Tensor
     decision: Decision
+    channel: Channel
 
 
 class CompressedStage(PipelineStage):
@@ -56,6 +61,8 @@ class CompressedStage(PipelineStage):
         self.act_grad = Channel(Role.PP_GRAD, made, self.act.transport, beside=self.act, sized_only=True)
         self._incoming: dict[tuple[Role, int], list[_Incoming]] = {}
         self._sent: list[Tensor] = []
+        self._taken_back: list[tuple[Channel, Movement, str, str]] = []
+        """Channel, movement, codec, reason: due at the next step."""
 
     def records(self) -> list[RoleRecord]:
         """Means per message of pp_act and pp_grad that this rank sent."""
@@ -74,20 +81,29 @@ class CompressedStage(PipelineStage):
         return self._expected(super().get_bwd_recv_ops(bwd_chunk_id), self.act_grad, bwd_chunk_id)
 
     def clear_runtime_states(self) -> None:
+        """torch calls this at the start of every step."""
         super().clear_runtime_states()
         self._incoming.clear()
         self._sent.clear()
+        for channel, movement, codec, reason in self._taken_back:
+            channel.take_back(movement, codec, reason)
+        self._taken_back.clear()
 
     def _packed(self, ops: Sequence[dist.P2POp], channel: Channel) -> list[dist.P2POp]:
         """The same sends, with packets. They are kept until the step is over, because torch holds none of them."""
         return [self._one_packed(op, channel) for op in ops]
 
     def _one_packed(self, op: dist.P2POp, channel: Channel) -> dist.P2POp:
-        tensor, decision = op.tensor, _decide(op.tensor, channel)
+        tensor, decision = op.tensor, _decide(op.tensor, channel, "send")
         with channel.counted(tensor.nbytes, decision):
             if decision.codec is None:
                 return op
-            packet = decision.codec.encode(as_fp32(tensor), seed=channel.seed())
+            values = as_fp32(tensor)
+            packet = decision.codec.encode(values, seed=channel.seed())
+            channel.note(packet_flags(packet))
+            if reason := channel.look_at(values, tensor.element_size(), decision.codec):
+                add_flags(packet, Flag.TAKEN_BACK)
+                self._taken_back.append((channel, "send", decision.codec.name, reason))
             channel.transport.traffic.add(channel.transport.traffic.sent, channel.role, op.group_peer, packet.nbytes)
         self._sent.append(packet)
         return _with_tensor(op, packet)
@@ -95,12 +111,12 @@ class CompressedStage(PipelineStage):
     def _expected(self, ops: Sequence[dist.P2POp], channel: Channel, chunk: int) -> list[dist.P2POp]:
         replaced, incoming = [], self._incoming.setdefault((channel.role, chunk), [])
         for op in ops:
-            decision = _decide(op.tensor, channel)
+            decision = _decide(op.tensor, channel, "receive")
             if decision.codec is None:
                 replaced.append(op)
                 continue
             packet = torch.empty(decision.codec.wire_bytes(op.tensor.numel()), dtype=torch.uint8)
-            incoming.append(_Incoming(packet, op.tensor, decision))
+            incoming.append(_Incoming(packet, op.tensor, decision, channel))
             replaced.append(_with_tensor(op, packet))
         return replaced
 
@@ -114,17 +130,21 @@ class CompressedStage(PipelineStage):
 
     def _unpack(self, role: Role, chunk: int) -> None:
         for incoming in self._incoming.pop((role, chunk), []):
-            assert incoming.decision.codec is not None
-            target = incoming.target.detach()
+            codec, target = incoming.decision.codec, incoming.target.detach()
+            assert codec is not None
             values = torch.empty(target.numel())
-            incoming.decision.codec.decode(incoming.packet, values)
+            codec.decode(incoming.packet, values)
+            if Flag.TAKEN_BACK in packet_flags(incoming.packet):
+                self._taken_back.append(
+                    (incoming.channel, "receive", codec.name, "its sender found that it loses too much")
+                )
             target.copy_(values.view(target.shape))
 
 
-def _decide(tensor: Tensor, channel: Channel) -> Decision:
+def _decide(tensor: Tensor, channel: Channel, movement: Movement) -> Decision:
     if not tensor.is_floating_point() or tensor.device.type != "cpu":
         return Decision(None, "not a floating-point tensor on the cpu", 0.0)
-    return channel.decide(tensor.numel(), tensor.element_size(), "send")
+    return channel.decide(tensor.numel(), tensor.element_size(), movement)
 
 
 def _with_tensor(op: dist.P2POp, tensor: Tensor) -> dist.P2POp:

@@ -61,13 +61,15 @@ class TensorParallel:
 
 def all_reduce(x: Tensor, channel: Channel) -> Tensor:
     """The sum of x over the channel's ranks, as a new tensor of x's type and shape, with the codec its size takes."""
-    decision = channel.decide(x.numel(), x.element_size(), "all_reduce")
+    decision = channel.agree(x, "all_reduce")
     size, total = channel.transport.size, x.detach().clone(memory_format=torch.contiguous_format)
     with channel.counted(2 * (size - 1) * x.nbytes // size, decision):
         if decision.codec is None:
             channel.transport.all_reduce("tensor-parallel", total)
         else:
-            two_shot(total, decision.codec, channel.transport, seed=channel.seed(), workspace=channel.space)
+            channel.note(
+                two_shot(total, decision.codec, channel.transport, seed=channel.seed(), workspace=channel.space)
+            )
     return total
 
 

@@ -2,7 +2,8 @@
 
 Gradients are reduce-scattered (`fsdp_grad`), the owner's optimizer runs on an exact fp32 part, and the updated part goes
 to everybody (`fsdp_param`). A lossy parameter codec touches only the copies that are computed with, the owner's part
-stays exact. Parameters lie in one flat buffer; the model's parameters become views of it.
+stays exact; since every rank holds all copies anyway, it carries their changes (see docs/decisions/009). Parameters lie
+in one flat buffer; the model's parameters become views of it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from collectives.channel import Channel, RoleRecord
+from collectives.channel import Channel, Decision, RoleRecord
 from collectives.errors import ConfigError
 from collectives.fsdp import gather
 from collectives.policy import Role, SyncPolicy
@@ -55,6 +56,8 @@ class ShardedOptimizer:
         self._adopt(model)
         self.part = nn.Parameter(self.values[cuts.whole(rank)].clone())
         self.optimizer = factory([self.part], **options)
+        self._is_collected = False
+        """All ranks' copies of the parameters are the same bytes."""
 
     def _adopt(self, model: nn.Module) -> None:
         """Make the parameters, and their gradients, views of the flat buffers."""
@@ -82,13 +85,13 @@ class ShardedOptimizer:
         """The mean of this rank's part, fp32."""
         channel, out = self.grads, torch.empty_like(self.part)
         size = channel.transport.size
-        decision = channel.decide(self.gradients.numel(), 4, "once")
+        decision = channel.agree(self.gradients, "once")
         with channel.counted((size - 1) * self.gradients.nbytes // size, decision):
             if decision.codec is None:
                 channel.transport.all_reduce("zero", self.gradients, "mean")
                 out.copy_(self.gradients.chunk(size)[channel.transport.rank])
             else:
-                reduce_scatter(
+                flags = reduce_scatter(
                     self.gradients,
                     out,
                     decision.codec,
@@ -97,19 +100,37 @@ class ShardedOptimizer:
                     seed=channel.seed(),
                     workspace=channel.space,
                 )
+                channel.note(flags)
         return out
 
     def _collect(self) -> None:
-        channel, part = self.params, self.part.detach()
+        """Everybody's part into the copies. A codec that rounds carries by how much the parts have left the copies, so
+        its error is that of one step's change and does not add up; the first time, and after a restore, all is sent.
+        """
+        channel, part, numel = self.params, self.part.detach(), self.values.numel()
         size, rank = channel.transport.size, channel.transport.rank
-        decision = channel.decide(self.values.numel(), 4, "once")
+        own = self.values.chunk(size)[rank]
+        rounds = self._rounds(channel.decide(numel, 4, "once"))
+        if rounds and not self._is_collected:
+            decision = Decision(None, "copies that are not yet known to be equal", 0.0)
+        else:
+            decision = channel.agree(part - own if rounds else part, "once", numel)
         with channel.counted((size - 1) * part.nbytes, decision):
-            if decision.codec is not None:
-                gather(self.values, part, decision.codec, channel)
-            else:
+            if decision.codec is None:
                 self.values.zero_()
-                self.values.chunk(size)[rank].copy_(part)
+                own.copy_(part)
                 channel.transport.all_reduce("zero", self.values)
+            elif self._rounds(decision):
+                change = torch.empty_like(self.values)
+                gather(change, part - own, decision.codec, channel)
+                self.values += change
+            else:
+                gather(self.values, part, decision.codec, channel)
+        self._is_collected = True
+
+    @staticmethod
+    def _rounds(decision: Decision) -> bool:
+        return decision.codec is not None and decision.codec.name != "lossless"
 
     def _check_views(self) -> None:
         for name, parameter in self.parameters.items():
@@ -143,4 +164,5 @@ class ShardedOptimizer:
         with torch.no_grad():
             self.part.copy_(state["part"])
             self.optimizer.load_state_dict(state["optimizer"])
+            self._is_collected = False
             self._collect()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +20,7 @@ from collectives.channel import RoleRecord
 from collectives.ddp import attach, hook_of
 from collectives.dense import SegmentReport
 from collectives.errors import ConfigError
-from collectives.policy import SyncPolicy
+from collectives.policy import Role, SyncPolicy
 from collectives.sparse import all_reduce
 from collectives.sparse.ids import to_coo
 from collectives.sparse.rows import Op
@@ -84,19 +85,26 @@ class Explanation:
 
     def __str__(self) -> str:
         header = ("tensor", "scheme", "bytes (predicted)", "ms (predicted)", "why")
-        lines = [header, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+        lines = [header, *(_cells(row) for row in self.rows)] if self.rows else []
+        widths = [max((len(line[column]) for line in lines), default=0) for column in range(len(header))]
         table = ["  ".join(c.ljust(width) for c, width in zip(line, widths, strict=True)).rstrip() for line in lines]
         return "\n".join([*table, *(_role_line(role) for role in self.roles if role.observed_ms)])
 
 
 def _role_line(role: RoleRecord) -> str:
-    return (
-        f"{role.role}: {role.raw_bytes:,.0f} raw, {role.wire_bytes:,.0f} wire bytes a step ({role.ratio:.2f}x), "
-        f"{role.observed_ms:.3g} ms ({role.predicted_ms:.3g} predicted, {role.codec_ms:.3g} of it the codec), "
-        f"{role.exposed_share:.0%} of the plain step exposed, relative error {role.relative_error:.2g}, residual "
-        f"{role.residual_ratio:.2g} x gradient, {role.fallbacks} fallbacks, plan {role.plan_hash}"
-    )
+    is_gradient = role.role == Role.DP_GRAD
+    said = [
+        f"{role.raw_bytes:,.0f} raw, {role.wire_bytes:,.0f} wire bytes a {'step' if is_gradient else 'call'} "
+        f"({role.ratio:.2f}x)",
+        f"{role.observed_ms:.3g} ms ({role.predicted_ms:.3g} predicted, {role.codec_ms:.3g} of it the codec)",
+        f"{role.exposed_share:.0%} of the plain step exposed" if is_gradient else "",
+        f"relative error {role.relative_error:.2g}",
+        f"residual {role.residual_ratio:.2g} x gradient" if is_gradient else "",
+        f"{role.nonfinite_calls} calls not finite" if role.nonfinite_calls else "",
+        f"{role.fallbacks} fallbacks",
+        f"plan {role.plan_hash}" if is_gradient else "",
+    ]
+    return f"{role.role}: {', '.join(filter(None, said))}"
 
 
 def _cells(row: TensorReport) -> tuple[str, ...]:
@@ -106,13 +114,31 @@ def _cells(row: TensorReport) -> tuple[str, ...]:
     return (row.tensor, row.scheme, num_bytes, f"{row.observed_s * 1e3:.3g} ({row.predicted_s * 1e3:.3g})", row.reason)
 
 
-def explain(model: nn.Module) -> Explanation:
-    """How each parameter of a prepared model is synchronised; after at least one backward pass, not during one.
+@runtime_checkable
+class Recorded(Protocol):
+    """What keeps records of other roles: of FSDP2, tensor and pipeline parallelism, experts, outer steps."""
 
-    Raises ConfigError for a model that no DDP wraps.
+    def records(self) -> list[RoleRecord]:
+        """One a role."""
+
+
+def explain(*parts: nn.Module | Recorded) -> Explanation:
+    """How each parameter of a prepared model is synchronised, and what each role of other parts came to on this rank.
+
+    parts: models from `prepare_model`, and whatever has records. Call it after at least one backward pass, not during
+    one. Raises ConfigError for a model that no DDP wraps and that has no records.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise ConfigError(f"{type(model).__name__} is not prepared: train what prepare_model returns, and explain that")
+    told = [_explain_model(p) if isinstance(p, DistributedDataParallel) else _explain_roles(p) for p in parts]
+    return Explanation(tuple(r for t in told for r in t.rows), tuple(r for t in told for r in t.roles))
+
+
+def _explain_roles(part: nn.Module | Recorded) -> Explanation:
+    if not isinstance(part, Recorded):
+        raise ConfigError(f"{type(part).__name__} is not prepared: train what prepare_model returns, and explain that")
+    return Explanation((), tuple(part.records()))
+
+
+def _explain_model(model: DistributedDataParallel) -> Explanation:
     hook = hook_of(model)
     if hook is None:
         names = [name for name, p in model.named_parameters() if p.requires_grad]

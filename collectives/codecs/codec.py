@@ -52,6 +52,8 @@ class Flag(IntFlag):
     """At least one block was not finite and decodes to NaN."""
     UNDERFLOW = 2
     """More than 1 % of the non-zero values became zero in the cast."""
+    TAKEN_BACK = 4
+    """The sender will not use this codec again for such messages, from the next step on."""
 
 
 STICKY = 0xFF

@@ -16,9 +16,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from collectives.codecs import CODECS
 from collectives.ddp import attach
 from collectives.errors import ZenrayError
 from collectives.fsdp import compress_fsdp
+from collectives.guards import look
 from collectives.outer import OuterLoop
 from collectives.pipeline import CompressedStage
 from collectives.policy import SyncPolicy
@@ -325,7 +327,11 @@ def zero_one(rank: int) -> dict[str, Any]:
         loss.backward()
         exact_optimizer.step()
         exact_losses.append(float(loss))
-    for name, made in (("plain", SyncPolicy("off")), ("int8b", policy(fsdp_grad="int8b", fsdp_param="lossless"))):
+    for name, made in (
+        ("plain", SyncPolicy("off")),
+        ("int8b", policy(fsdp_grad="int8b", fsdp_param="lossless")),
+        ("int8b_changes", policy(fsdp_grad="bf16", fsdp_param="int8b")),
+    ):
         model = Gpt()
         optimizer = ShardedOptimizer(model, torch.optim.AdamW, made, timeout_s=30, lr=1e-2)
         losses = []
@@ -343,6 +349,12 @@ def zero_one(rank: int) -> dict[str, Any]:
         weights = {n: digest(p) for n, p in model.named_parameters()}
         found[name] = {"losses": losses, "digests": weights, "state_values": optimizer.num_state_values}
         found[name]["parameters"] = sum(p.numel() for p in model.parameters())
+        parts = [torch.empty_like(optimizer.part) for _ in range(size)]
+        dist.all_gather(parts, optimizer.part.detach())
+        whole = torch.cat(parts)
+        found[name]["off_by"] = float((optimizer.values - whole).norm() / whole.norm())
+        found[name]["once_off_by"] = look(CODECS["int8b"], whole).relative_error
+        found[name]["ratio"] = optimizer.records()[1].ratio
     return found | {"exact": exact_losses}
 
 
@@ -365,7 +377,7 @@ def outer_loop(rank: int) -> dict[str, Any]:
                 losses.append(mean_over_ranks(loss))
                 state = pickle.loads(pickle.dumps(outer.state_dict()))
                 outer.load_state_dict(state)
-        record = outer.record()
+        (record,) = outer.records()
         found[codec] = {
             "losses": losses,
             "ratio": record.ratio,

@@ -50,9 +50,19 @@ def test_optimizer_state_is_cut_over_the_ranks(two_ranks: list[dict[str, Any]]) 
     for found in (rank["zero_one"] for rank in two_ranks):
         assert found["plain"]["losses"] == pytest.approx(found["exact"], rel=1e-3)
         assert found["int8b"]["losses"] == pytest.approx(found["exact"], rel=0.03)
-        for name in ("plain", "int8b"):
+        assert found["int8b_changes"]["losses"] == pytest.approx(found["exact"], rel=0.01)
+        for name in ("plain", "int8b", "int8b_changes"):
             assert found[name]["state_values"] <= found[name]["parameters"] + 8
             assert found[name]["digests"] == two_ranks[0]["zero_one"][name]["digests"]
+
+
+def test_rounded_parameters_carry_their_changes_after_one_exact_collection(two_ranks: list[dict[str, Any]]) -> None:
+    """The last optimizer collected thrice: all of it after the restore, then two changes in int8."""
+    for found in (rank["zero_one"] for rank in two_ranks):
+        assert found["plain"]["off_by"] == found["int8b"]["off_by"] == 0
+        changes = found["int8b_changes"]
+        assert 0 < changes["off_by"] < changes["once_off_by"] / 4
+        assert changes["ratio"] == pytest.approx(3 / (1 + 2 * 8.125 / 32), rel=0.01)
 
 
 @pytest.mark.parametrize(("size", "per_node"), [(4, 2), (6, 3), (8, 2), (4, 4), (4, 1)])

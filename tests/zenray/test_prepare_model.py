@@ -17,8 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zenray
+from collectives.channel import RoleRecord
 from collectives.ddp import hook_of
 from collectives.errors import ConfigError
+from collectives.policy import Role
 from jobs.ranks import run_ranks
 
 RANKS = Path(__file__).with_name("prepare_ranks.py")
@@ -187,3 +189,24 @@ def test_sparse_all_reduce_of_the_default_group(results: list[dict[str, Any]]) -
         assert result["empty_nnz"] == 0
         assert "ranks disagree about num_rows" in result["mismatch"]
         assert result["default_group_still_works"]
+
+
+class Stage:
+    def records(self) -> list[RoleRecord]:
+        act = RoleRecord(Role.PP_ACT, 400.0, 100.0, 4.0, observed_ms=2.0, relative_error=0.25, fallbacks=1)
+        return [act, RoleRecord(Role.PP_GRAD, 8.0, 8.0, observed_ms=1.0, nonfinite_calls=3), RoleRecord(Role.TP_ACT)]
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_explain_adds_the_roles_of_other_parts() -> None:
+    told = zenray.explain(Stage())
+    assert [role.role for role in told.roles] == ["pp_act", "pp_grad", "tp_act"]
+    assert str(told).splitlines() == [
+        "pp_act: 400 raw, 100 wire bytes a call (4.00x), 2 ms (0 predicted, 0 of it the codec), relative error 0.25, "
+        "1 fallbacks",
+        "pp_grad: 8 raw, 8 wire bytes a call (1.00x), 1 ms (0 predicted, 0 of it the codec), relative error 0, "
+        "3 calls not finite, 0 fallbacks",
+    ]
+    both = zenray.explain(zenray.prepare_model(Model(), policy="off"), Stage())
+    assert both.roles == told.roles
+    assert {row.scheme for row in both.rows} == {"plain DDP"}
