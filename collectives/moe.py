@@ -252,11 +252,12 @@ def _kept_rows(delta: Tensor, x: Tensor, norm: Tensor, hidden: Tensor, step: _St
     load = step.dispatch.load
     started = time.perf_counter()
 
+    def inputs(rows: Tensor) -> Tensor:
+        return F.gelu(hidden[rows]) if step.keep_hidden else x[rows]
+
     def alike(first: Tensor, second: Tensor) -> Tensor:
-        inputs = F.gelu(hidden) if step.keep_hidden else x
-        gradients = step.grouping[first], step.grouping[second]
-        of_inputs = F.cosine_similarity(inputs[first], inputs[second])
-        return of_inputs * F.cosine_similarity(delta[gradients[0]], delta[gradients[1]])
+        of_gradients = F.cosine_similarity(delta[step.grouping[first]], delta[step.grouping[second]])
+        return F.cosine_similarity(inputs(first), inputs(second)) * of_gradients
 
     if step.select is keep_all:  # the same on all ranks, so all use the same messages
         selection = keep_all(ScoredPairs(norm, step.expert, step.expert, alike))

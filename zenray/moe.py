@@ -44,6 +44,9 @@ from placement.quotas import (
 from placement.split import Int, Ranks, SlotMap, exact_split, token_map
 
 PLAN = "expert_plan"
+SPARED_BYTES = 1 << 20
+"""Bytes that a rank need not send back, from which a further round of messages pays within a node; between nodes it always
+does."""
 Sampler = Literal["scored", "uniform", "top_q"]
 """How kept pairs are drawn: by score (of least variance), all alike, or the largest scores (biased; a control)."""
 
@@ -160,7 +163,6 @@ class ExpertBalancer:
                 _Layer(layer, state, first.slots[index], memory, np.zeros((len(SHARES), self.num_experts)))
             )
             layer.plan = self._planner(index)
-            layer.return_kept_rows = len(set(self.ranks.nodes)) > 1
             self._initialise(index)
             state.push_weights(first.slots[index])
 
@@ -275,6 +277,8 @@ class ExpertBalancer:
             unlimited = np.ones(len(x))
             kept = np.minimum(kept, budgets(x, hosted, unlimited, float(x.max(initial=0)), [memory] * len(x)))
         self.budget[index] = kept
+        spared = int(x.sum() - kept.sum()) * item.layer.w1[0].shape[0] * item.layer.w1.element_size() // len(x)
+        item.layer.return_kept_rows = len(set(self.ranks.nodes)) > 1 or spared >= SPARED_BYTES
         if self.choosing:
             item.quotas = [int(self._retained(x, share)[self.transport.rank]) for share in SHARES]
         if item.counted:

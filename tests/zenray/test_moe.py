@@ -13,13 +13,14 @@ from actors.errors import CheckpointError
 from actors.folder import Stamp
 from actors.state import CheckpointFolder
 from collectives.errors import ConfigError
-from collectives.moe import MoELayer, Routes, ScoredPairs, Selection, channels_for
+from collectives.moe import DISPATCH, MoELayer, Routes, ScoredPairs, Selection, channels_for
 from collectives.policy import SyncPolicy
 from collectives.transport import LocalTransport, run_local
 from placement.errors import PlacementError
 from placement.experts import POLICIES
 from placement.quotas import SHARES, Retention, sampling_variances
 from placement.split import Ranks
+from zenray import moe
 from zenray.moe import ExpertBalancer
 from zenray.moe_state import ExpertsState, load_experts
 
@@ -267,6 +268,26 @@ def test_the_estimated_variance_is_that_of_many_draws(spread: float) -> None:
     estimate, seen, independent = run_local(1, body)[0]
     assert 0.6 < estimate / seen < 1.7
     assert (seen < 0.5 * independent) == (spread < 1)
+
+
+def test_rows_without_gradient_stay_where_they_are_once_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(transport: LocalTransport) -> tuple[float, Tensor, int]:
+        ranks = replace(Ranks.equal(2, EXPERTS), nodes=(0, 0))
+        layer, balancer = make(transport, slots=EXPERTS, rho=0.25, ranks=ranks)
+        x = batch(0, transport.rank, 2).requires_grad_()
+        balancer.begin(0)
+        layer(x)[0].square().sum().backward()
+        assert x.grad is not None
+        return balancer.reduce_gradients(), x.grad, transport.traffic.sent_bytes(DISPATCH)
+
+    found = []
+    for limit in (0, 1 << 30):
+        monkeypatch.setattr(moe, "SPARED_BYTES", limit)
+        found.append(run_local(2, body))
+    for fewer, all_rows in zip(*found, strict=True):
+        assert fewer[0] == all_rows[0]
+        assert torch.equal(fewer[1], all_rows[1])
+        assert fewer[2] < 0.8 * all_rows[2]
 
 
 def test_one_expert_takes_all_and_scores_that_are_not_numbers() -> None:
