@@ -36,6 +36,10 @@ MIN_EXPOSED_SHARE = 0.1
 
 MAX_HELD_BACK = 0.999
 
+MIN_CODED_STEPS = 10
+"""Steps under one plan before they are held against plain ones."""
+SLOWER = 1.02
+"""Steps this many times as long as plain ones take the codecs back."""
 MIN_STEPS = 5
 """Plain steps before a codec is tried; the first of a run pay for buffers and code generation."""
 EVERY_CALL_UNTIL = 32
@@ -47,7 +51,17 @@ CANARY_CALLS = 200
 MAX_RESIDUAL_RATIO = 10.0
 
 TRIAL = "trial"
-RECORD_FIELDS = ("digest", "time_ns", "bytes", "exposed_ns", "step_ns", "error_ppm", "residual_ppm", "nonfinite")
+RECORD_FIELDS = (
+    "digest",
+    "time_ns",
+    "bytes",
+    "exposed_ns",
+    "step_ns",
+    "error_ppm",
+    "residual_ppm",
+    "nonfinite",
+    "coded_step_ns",
+)
 
 
 @dataclass(frozen=True)
@@ -175,6 +189,7 @@ class _Stretch:
     banned: list[str] = field(default_factory=list)
     exposed_ns: int = 0
     step_ns: int = 0
+    coded_step_ns: int = 0
     residual_ratio: float = 0.0
     relative_error: float = 0.0
     observed_s: float = 0.0
@@ -215,14 +230,23 @@ class DensePlanner:
         """What departed from the plan, with label and reason; equal on all ranks."""
         self._stretches: dict[str, _Stretch] = {}
         self._exposures: list[Exposure] = []
-        self.all_off = True
-        """No stretch of the running step carries a codec, so that what is exposed is that of plain reductions."""
+        self._coded_steps_s: list[float] = []
+        """Of the last steps under one plan with a codec in it, none on trial."""
+        self._coded_plan = ""
+        self.all_off, self.all_settled = True, True
+        """No stretch of the running step carries a codec, so that what is exposed is that of plain reductions; none that
+        does is on trial."""
 
     def note_step(self, exposed_s: float, step_s: float) -> None:
         """One backward pass is over: what this rank waited for communication at its end, and the time of the step."""
+        plan = self.plan_hash()
+        if plan != self._coded_plan:
+            self._coded_plan, self._coded_steps_s = plan, []
         if self.all_off:
             self._exposures = [*self._exposures, Exposure(exposed_s, step_s)][-MIN_STEPS:]
-        self.all_off = True
+        elif self.all_settled:
+            self._coded_steps_s = [*self._coded_steps_s, step_s][-2 * MIN_CODED_STEPS :]
+        self.all_off = self.all_settled = True
 
     def round_due(self, label: str) -> bool:
         """Whether this call starts with an exchange of figures."""
@@ -265,10 +289,11 @@ class DensePlanner:
             ppm(spent.relative_error),
             ppm(spent.residual_ratio),
             spent.num_nonfinite,
+            round(median(coded) * 1e9) if len(coded := self._coded_steps_s) >= MIN_CODED_STEPS else 0,
         ]
 
     def settle(self, label: str, table: np.ndarray) -> None:
-        """Take in the gathered records (int64 [n, 8]). Raises CollectiveMismatch where the ranks' states differ.
+        """Take in the gathered records (int64 [n, 9]). Raises CollectiveMismatch where the ranks' states differ.
 
         The wait of a rank holds its peers' delay too, so the rank that waited least shows what is exposed.
         """
@@ -289,6 +314,7 @@ class DensePlanner:
         reason = self._violation(stretch, worst)
         if reason:
             self._demote(label, stretch, reason)
+        stretch.coded_step_ns = worst["coded_step_ns"]
         stretch.spent = _Spent()
 
     def _note_time(self, stretch: _Stretch, seconds: float, num_bytes: int) -> None:
@@ -310,6 +336,16 @@ class DensePlanner:
             return f"residual {stretch.residual_ratio:.3g} times the gradient and growing"
         return violation(codec, error, worst["nonfinite"])
 
+    def _rest(self, label: str, stretch: _Stretch) -> None:
+        """A reduction may look faster and the step be slower: codecs take the processor from the backward pass."""
+        slower = (
+            f"steps take {stretch.coded_step_ns / 1e6:.3g} ms with codecs and {stretch.step_ns / 1e6:.3g} ms without"
+        )
+        self.events.append(f"{label}: {stretch.current} rests for {HOLD_CALLS} calls: {slower}")
+        stretch.current, stretch.held_until = "off", stretch.calls + HOLD_CALLS
+        if stretch.choice is not None:
+            stretch.choice = replace(stretch.choice, reason=slower)
+
     def _demote(self, label: str, stretch: _Stretch, reason: str) -> None:
         codec = stretch.current.partition("/")[0]
         stretch.banned = sorted({*stretch.banned, *coarser(codec)})
@@ -319,6 +355,8 @@ class DensePlanner:
     def decide(self, stretch: Stretch, speeds: Mapping[str, CodecSpeed]) -> DenseChoice:
         """Choose what reduces the stretch from now on; at a round, after `settle`."""
         state = self._of(stretch.label)
+        if state.current != "off" and not stretch.fixed and state.coded_step_ns > SLOWER * state.step_ns > 0:
+            self._rest(stretch.label, state)
         baseline, allowed = plain(stretch.load, self.link), [c for c in stretch.codecs if c not in state.banned]
         found = list(candidates(allowed, stretch.load, self.link, speeds))
         before, known = state.current, state.correction()
@@ -358,6 +396,7 @@ class DensePlanner:
         spent.num_nonfinite = 0 if finite else spent.num_nonfinite + 1
         stretch.calls += 1
         self.all_off &= stretch.current == "off"
+        self.all_settled &= stretch.current == "off" or stretch.num_observed.get(stretch.current, 0) >= TRIALS
 
     def measured(self) -> dict[str, tuple[DenseChoice, float, int, float, float]]:
         """By label: choice, observed seconds and bytes, relative error, residual ratio, as agreed at the last round."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,13 @@ class Ranks:
         self.canaries: list[list[str]] = []
 
     def step(
-        self, *, error: float = 0.0, residual: float = 0.0, exposed_s: float = 0.5, int4b: dict[str, Any] | None = None
+        self,
+        *,
+        error: float = 0.0,
+        residual: float = 0.0,
+        exposed_s: float = 0.5,
+        coded_s: float = 0.9,
+        int4b: dict[str, Any] | None = None,
     ) -> str:
         """One call of every stretch. int4b: what else is seen where that codec is in use."""
         canaries = []
@@ -147,7 +154,7 @@ class Ranks:
                 seen = {"relative_error": error, "residual_ratio": residual, "finite": True}
                 p.observe(label, seconds, 1000, **(seen | (int4b or {} if key.startswith("int4b") else {})))
         for rank, p in enumerate(self.planners):
-            p.note_step(exposed_s + 0.1 * rank, 1.0)
+            p.note_step(exposed_s + 0.1 * rank, 1.0 if p.all_off else coded_s + 0.01 * rank)
         self.canaries.append(canaries)
         assert len({p.plan_hash() for p in self.planners}) == 1
         return key
@@ -179,6 +186,24 @@ def test_a_codec_that_turns_out_slower_than_plain_goes_away_and_stays_away() -> 
     assert seen[-200:] == ["off"] * 200
     assert sum(key != "off" for key in seen) <= 8
     assert "replaced by off" in ranks.planners[0].events[-1]
+
+
+def test_codecs_rest_where_reductions_get_faster_and_steps_slower() -> None:
+    ranks = Ranks(model_times(("int8b",)), ("int8b",), labels=("a", "b"))
+    seen = [ranks.step(coded_s=1.1) for _ in range(1000)]
+    assert sum(key != "off" for key in seen) < 300
+    assert "int8b/two_shot" in seen[500:]  # tried again: what took the time may be over
+    event = next(event for event in ranks.planners[0].events if "rests" in event)
+    assert event == "a: int8b/two_shot rests for 200 calls: steps take 1.13e+03 ms with codecs and 1e+03 ms without"
+    assert {ranks.step(coded_s=0.95) for _ in range(600)} >= {"int8b/two_shot"}
+    assert ranks.step(coded_s=0.95) == "int8b/two_shot"
+
+
+def test_a_codec_that_the_user_fixed_never_rests() -> None:
+    ranks = Ranks(model_times(("int8b",)), ("int8b",))
+    ranks.stretches = [replace(stretch, fixed=True) for stretch in ranks.stretches]
+    assert {ranks.step(coded_s=1.5) for _ in range(300)} == {"int8b/two_shot"}
+    assert not ranks.planners[0].events
 
 
 def test_the_least_exposed_rank_counts_and_hidden_communication_stays_plain() -> None:
