@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,12 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
+from jobs import nursery
 from jobs.cluster import OBJECT_STORE_BYTES, ClusterError, end_processes, environment, reread_auth, wait_for_nodes
 from placement.inventory import FAKE_LABEL, FAKE_RESOURCE
 
 START_S = 120.0
+_POLL_S = 0.02
 
 
 @dataclass
@@ -31,6 +36,8 @@ class Nodes:
 
     cluster: Any
     cpus_per_node: int
+    worker_options: dict[str, Any] = field(default_factory=dict)
+    """How Ray starts workers, where not as usual."""
     by_id: dict[str, Any] = field(default_factory=dict)
     """Ray node id -> node, of the nodes that may be removed."""
 
@@ -47,10 +54,15 @@ class Nodes:
             num_cpus=num_gpus + 1, resources={FAKE_RESOURCE: num_gpus}, labels={FAKE_LABEL: str(memory_mib)}
         )
 
+    def add_without_waiting(self) -> str:
+        """As `add`; the node may not be alive yet."""
+        return self._add(num_cpus=self.cpus_per_node, wait=False)
+
     def _add(self, **options: Any) -> str:
         node = self.cluster.add_node(
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
+            **self.worker_options,
             **options,
         )
         self.by_id[node.node_id] = node
@@ -62,8 +74,12 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def local_nodes(num_nodes: int, *, cpus_per_node: int = 1) -> Iterator[Nodes]:
-    """A head without CPUs and `num_nodes` nodes with `cpus_per_node` each, this process connected as driver."""
+def local_nodes(num_nodes: int, *, cpus_per_node: int = 1, forked: Sequence[str] = ()) -> Iterator[Nodes]:
+    """A head without CPUs and `num_nodes` nodes with `cpus_per_node` each, this process connected as driver.
+
+    forked: modules that `jobs.nursery` imports once for all workers; Ray's autoscaler and its monitor of logs are left out
+    then, too. None: each worker starts as Ray starts it, on a cluster as Ray ships it.
+    """
     folder = Path(tempfile.mkdtemp(prefix="zr-", dir="/tmp"))
     token = folder / "auth_token"
     token.touch(mode=0o600)
@@ -78,41 +94,67 @@ def local_nodes(num_nodes: int, *, cpus_per_node: int = 1) -> Iterator[Nodes]:
         "MKL_NUM_THREADS": "1",
     }
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    with environment(settings):
+    with environment(settings), contextlib.ExitStack() as stack:
         reread_auth()
         cluster: Any = None
         try:
-            cluster = _start_head(folder, before)
+            worker_options = stack.enter_context(_nursery(folder, forked)) if forked else {}
+            cluster = _start_head(folder, {"include_log_monitor": False, "no_monitor": True} if forked else {})
             ray.init(address=cluster.address, log_to_driver=False)
-            nodes = Nodes(cluster, cpus_per_node)
+            nodes = Nodes(cluster, cpus_per_node, worker_options)
             for _ in range(num_nodes):
-                nodes.add()
+                nodes.add_without_waiting()
             wait_for_nodes(num_nodes + 1, timeout_s=START_S)
             yield nodes
         finally:
             ray.shutdown()
             if cluster is not None:
                 cluster.shutdown()
-            _end_started(before)
+            started = _started_since(before)
+            stack.close()
+            end_processes(started)
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start_head(folder: Path, before: set[int]) -> Any:
+@contextlib.contextmanager
+def _nursery(folder: Path, modules: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What makes Ray start workers there. It ends with this process, and listens before it imports."""
+    path, log = folder / "nursery", folder / "nursery.log"
+    command = [sys.executable, "-m", nursery.__name__, "serve", str(path), *modules]
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output) as process,
+        environment({nursery.ADDRESS: str(path)}),
+    ):
+        try:
+            deadline = time.monotonic() + START_S
+            while not path.exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise ClusterError(f"the process that forks workers did not start: {log.read_text()}")
+                time.sleep(_POLL_S)
+            yield {"worker_path": nursery.__file__}
+        finally:
+            process.kill()
+
+
+def _start_head(folder: Path, options: Mapping[str, Any]) -> Any:
     """The head, without CPUs; a second time where it did not come up on a busy machine."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
     for attempt in (1, 2):
         arguments = {
             "num_cpus": 0,
             "object_store_memory": OBJECT_STORE_BYTES,
             "include_dashboard": False,
             "temp_dir": str(folder / f"ray{attempt}"),
+            **options,
         }
         try:
             return RayCluster(initialize_head=True, head_node_args=arguments)  # type: ignore[no-untyped-call]
         except Exception as error:  # Ray raises a bare one
-            _end_started(before)
+            end_processes(_started_since(before))
             if attempt == 2:
                 raise ClusterError(f"the Ray head did not come up in two attempts: {error}") from error
 
 
-def _end_started(before: set[int]) -> None:
-    end_processes([p for p in psutil.Process().children(recursive=True) if p.pid not in before])
+def _started_since(before: set[int]) -> list[psutil.Process]:
+    return [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
