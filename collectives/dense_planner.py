@@ -200,6 +200,10 @@ class _Stretch:
     def correction(self) -> dict[str, float]:
         return {key: median(ratios) for key, ratios in self.ratios.items() if self.num_observed[key] >= TRIALS}
 
+    def is_settled(self) -> bool:
+        """Plain, or with a codec that has had its trial."""
+        return self.current == "off" or self.num_observed.get(self.current, 0) >= TRIALS
+
     def exposure(self) -> Exposure | None:
         return Exposure(self.exposed_ns / 1e9, self.step_ns / 1e9) if self.step_ns else None
 
@@ -249,9 +253,9 @@ class DensePlanner:
         self.all_off = self.all_settled = True
 
     def round_due(self, label: str) -> bool:
-        """Whether this call starts with an exchange of figures."""
-        calls = self._of(label).calls
-        return calls < EVERY_CALL_UNTIL or calls % ROUND_CALLS == 0
+        """Whether this call starts with an exchange of figures: so that a trial, too, lasts calls and not rounds."""
+        stretch = self._of(label)
+        return stretch.calls < EVERY_CALL_UNTIL or stretch.calls % ROUND_CALLS == 0 or not stretch.is_settled()
 
     def canary_due(self, label: str) -> bool:
         """Whether to compare this call's result with the exact mean: one stretch at a time, in turn."""
@@ -396,7 +400,7 @@ class DensePlanner:
         spent.num_nonfinite = 0 if finite else spent.num_nonfinite + 1
         stretch.calls += 1
         self.all_off &= stretch.current == "off"
-        self.all_settled &= stretch.current == "off" or stretch.num_observed.get(stretch.current, 0) >= TRIALS
+        self.all_settled &= stretch.is_settled()
 
     def measured(self) -> dict[str, tuple[DenseChoice, float, int, float, float]]:
         """By label: choice, observed seconds and bytes, relative error, residual ratio, as agreed at the last round."""

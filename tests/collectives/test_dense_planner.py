@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from collectives.codec_cost import CodecSpeed, DenseLoad, candidates, plain, predict
 from collectives.codecs import CODECS
 from collectives.cost import Link
-from collectives.dense_planner import CANARY_CALLS, DensePlanner, Exposure, Stretch, choose_codec, held_back
+from collectives.dense_planner import CANARY_CALLS, TRIALS, DensePlanner, Exposure, Stretch, choose_codec, held_back
 from collectives.errors import CollectiveMismatch
 
 SPEED = CodecSpeed(5e-10, 1e-9, 4e-10, 4e-10, 8.2)
@@ -256,6 +256,16 @@ def test_a_codec_that_holds_back_too_much_is_left_after_its_trial() -> None:
     assert seen[-60:] == ["int4b/two_shot"] * 60
     state = json.loads(json.dumps(ranks.planners[0].state_dict()))
     assert state["stretches"]["a"]["errors"]["int4b/two_shot"] == 0.15
+
+
+def test_a_late_trial_lasts_calls_and_not_rounds() -> None:
+    names = ("int4b", "sq")
+    ranks = Ranks(model_times(names), names)
+    seen = [ranks.step(exposed_s=0.05) for _ in range(60)]  # hidden at first: nothing is tried
+    assert set(seen) == {"off"}
+    seen = [ranks.step(error=0.9, int4b={"relative_error": 0.15}) for _ in range(200)]
+    assert 0 < sum(key.startswith("sq") for key in seen) <= 2 * (TRIALS + 1)
+    assert seen[-1] == "int4b/two_shot"
 
 
 def test_canaries_fly_for_one_stretch_at_a_time() -> None:
