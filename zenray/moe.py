@@ -277,7 +277,8 @@ class ExpertBalancer:
             unlimited = np.ones(len(x))
             kept = np.minimum(kept, budgets(x, hosted, unlimited, float(x.max(initial=0)), [memory] * len(x)))
         self.budget[index] = kept
-        spared = int(x.sum() - kept.sum()) * item.layer.w1[0].shape[0] * item.layer.w1.element_size() // len(x)
+        row_bytes, size = item.layer.w1.shape[1] * item.layer.w1.element_size(), len(x)
+        spared = int(x.sum() - kept.sum()) * row_bytes * (size - 1) // size**2  # of a rank, to the others
         item.layer.return_kept_rows = len(set(self.ranks.nodes)) > 1 or spared >= SPARED_BYTES
         if self.choosing:
             item.quotas = [int(self._retained(x, share)[self.transport.rank]) for share in SHARES]
