@@ -31,6 +31,8 @@ from collectives.transport import Parcel, Transport, all_gather_records, others
 
 DISPATCH, COMBINE, COUNTS = "moe_dispatch", "moe_combine", "moe_counts"
 PLACE_BITS = 12
+FACT_BYTES = 6
+"""A row's norm in float32 and its place in int16."""
 CHUNK_PAIRS = 1024
 """Pairs of one expert that are computed at once: bounds the activations that live only inside a product."""
 
@@ -66,8 +68,9 @@ class ScoredPairs:
     """int64 [P]."""
     place: Tensor
     """int64 [P] below 2**PLACE_BITS: where a pair lies on a walk whose neighbours have output gradients of like direction."""
-    alike: Callable[[Tensor, Tensor], Tensor]
-    """(int64 [n], int64 [n]) -> float [n]: cosine of what two pairs add to the gradient of w2."""
+    alike: Callable[[Tensor, Tensor], Tensor] | None = None
+    """(int64 [n], int64 [n]) -> float [n]: cosine of what two pairs add to the gradient of w2. None where the rows of output
+    gradients are not here yet."""
 
 
 Selector = Callable[[ScoredPairs], Selection]
@@ -98,27 +101,37 @@ def places(rows: Tensor, planes: Tensor) -> Tensor:
 # --- moving rows ------------------------------------------------------------------------------------------------------
 
 
-class _MoveRows(torch.autograd.Function):
-    """Rows to their ranks; in the backward their gradients the same way back."""
+class _Dispatch(torch.autograd.Function):
+    """Rows of tokens to the ranks that compute them; in the backward the gradients of those rows the same way back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, move: _Move) -> Tensor:
-        ctx.move = move
+    def forward(ctx: Any, rows: Tensor, move: _Move, step: _Step) -> Tensor:
+        ctx.move, ctx.step = move, step
         return move.carry(rows.contiguous(), move.send, move.receive)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        move: _Move = ctx.move
-        (gradient,) = gradients
-        if move.phase == COMBINE:
-            move.load.backward_s -= time.perf_counter()
-        if move.kept is None:
-            back = move.carry(gradient.contiguous(), move.receive, move.send)
-        else:
-            back = _return_kept_rows(gradient, move.kept, move)
-        if move.phase == DISPATCH:
-            move.load.backward_s += time.perf_counter()
-        return back, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,), step = gradients, ctx.step
+        back = ctx.move.carry_back(gradient, step.kept_here, step.kept_home)
+        step.load.backward_s += time.perf_counter()
+        return back, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Computed rows back to their tokens; in the backward the output gradients to the ranks that compute."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, move: _Move, step: _Step) -> Tensor:
+        ctx.move, ctx.step = move, step
+        return move.carry(rows.contiguous(), move.send, move.receive)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,), step = gradients, ctx.step
+        step.load.backward_s -= time.perf_counter()
+        if step.kept_rows_only:
+            _select_by_norms(gradient, ctx.move, step)
+        return ctx.move.carry_back(gradient, step.kept_home, step.kept_here), None, None
 
 
 @dataclass
@@ -129,12 +142,9 @@ class _Move:
     phase: str
     send: np.ndarray
     receive: np.ndarray
-    load: LayerLoad
     channel: Channel | None
     mean_values: int
     """Values that a rank sends on average: the same number on all ranks, so all choose the same codec."""
-    kept: Tensor | None = None
-    """Set in the backward: bool [rows received], the rows whose gradient is not zero; only those travel back."""
 
     def carry(self, rows: Tensor, send: np.ndarray, receive: np.ndarray) -> Tensor:
         """Rows there (or back), through the codec that the channel gives to an exchange of this size."""
@@ -143,6 +153,20 @@ class _Move:
         decision = self.channel.agree(rows, "once", self.mean_values)
         with self.channel.counted(rows.nbytes, decision):
             return _exchange_rows(rows, self.transport, self.phase, send, receive, decision.codec, self.channel)
+
+    def carry_back(self, gradient: Tensor, received: Tensor | None, sent: Tensor | None) -> Tensor:
+        """The gradient of the rows received, back to where they came from: all of them, or those that a mask over the rows
+        received here names, with the mask over the rows sent from here. Others are zero."""
+        if received is None or sent is None:
+            return self.carry(gradient.contiguous(), self.receive, self.send)
+        back = gradient.new_zeros((len(sent), *gradient.shape[1:]))
+        back[sent] = self.carry(gradient[received], _named(received, self.receive), _named(sent, self.send))
+        return back
+
+
+def _named(mask: Tensor, count: np.ndarray) -> np.ndarray:
+    """How many rows `mask` names to or from each rank, int64 [N]."""
+    return np.array([int(part.sum()) for part in torch.split(mask, count.tolist())])
 
 
 def _exchange_rows(
@@ -171,14 +195,23 @@ def _exchange_rows(
     return result
 
 
-def _return_kept_rows(gradient: Tensor, kept: Tensor, move: _Move) -> Tensor:
-    """Send back only the kept rows, with one byte a row that says which they are."""
-    mask = _exchange_rows(kept.to(torch.uint8), move.transport, move.phase, move.receive, move.send).bool()
-    sent = np.array([int(part.sum()) for part in torch.split(kept, move.receive.tolist())])
-    received = np.array([int(part.sum()) for part in torch.split(mask, move.send.tolist())])
-    back = gradient.new_zeros((len(mask), *gradient.shape[1:]))
-    back[mask] = move.carry(gradient[kept], sent, received)
-    return back
+def _select_by_norms(gradient: Tensor, move: _Move, step: _Step) -> None:
+    """Select before a row of the output gradient travels: six bytes a row, its norm and place, go to the rank that computes
+    it, and one byte comes back that says whether it is kept. gradient: [rows of this rank's tokens, d]."""
+    started = time.perf_counter()
+    facts = torch.empty((len(gradient), FACT_BYTES), dtype=torch.uint8)
+    norm = torch.linalg.vector_norm(gradient, dim=1).float()
+    facts[:, :4] = norm[:, None].view(torch.uint8)
+    facts[:, 4:] = places(gradient, step.planes).to(torch.int16)[:, None].view(torch.uint8)
+    arrived = _exchange_rows(facts, move.transport, move.phase, move.receive, move.send)[step.grouping]
+    scores = arrived[:, :4].flatten().view(torch.float32).double() * step.norm
+    place = arrived[:, 4:].flatten().view(torch.int16).long()
+    step.selection = step.select(ScoredPairs(scores, step.expert, place))
+    step.kept_here = torch.zeros(len(scores), dtype=torch.bool)
+    step.kept_here[step.grouping[step.selection.index]] = True
+    mask = _exchange_rows(step.kept_here.view(torch.uint8), move.transport, move.phase, move.send, move.receive)
+    step.kept_home = mask.bool()
+    step.load.selection_s += time.perf_counter() - started
 
 
 # --- the experts ------------------------------------------------------------------------------------------------------
@@ -191,25 +224,25 @@ class _ExpertFFN(torch.autograd.Function):
     def forward(ctx: Any, arrived: Tensor, w1: Tensor, w2: Tensor, step: _Step) -> Tensor:
         x = arrived.index_select(0, step.grouping)
         y = torch.empty_like(x)
-        norm = x.new_zeros(len(x), dtype=torch.float32)
         hidden = x.new_empty((len(x), w1.shape[2])) if step.keep_hidden else x.new_empty(0)
         for slot, whole in step.slices:
             for rows in _chunks(whole.start, whole.stop):
                 p = torch.mm(x[rows], w1[slot], out=hidden[rows]) if step.keep_hidden else x[rows] @ w1[slot]
                 h = F.gelu(p)
                 if step.select is not keep_all:
-                    norm[rows] = torch.linalg.vector_norm(h, dim=1)
+                    step.norm[rows] = torch.linalg.vector_norm(h, dim=1)
                 torch.mm(h, w2[slot], out=y[rows])
-        ctx.save_for_backward(x, w1, w2, norm, hidden)
+        ctx.save_for_backward(x, w1, w2, hidden)
         ctx.step = step
         return y.index_select(0, step.row_of_arrival)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        x, w1, w2, norm, hidden = ctx.saved_tensors
+        x, w1, w2, hidden = ctx.saved_tensors
         step: _Step = ctx.step
         (delta,) = gradients  # in order of arrival
-        kept = _kept_rows(delta, x, norm, hidden, step)
+        kept = step.selection if step.selection is not None else _select_by_rows(delta, x, hidden, step)
+        step.load.num_kept += len(kept.index)
         whole = len(kept.index) == len(x)
         inputs, delta = x.index_select(0, kept.index), delta.index_select(0, step.grouping[kept.index])
         if not whole:
@@ -247,9 +280,8 @@ def _chunks(start: int, stop: int) -> Iterator[slice]:
         yield slice(first, min(stop, first + CHUNK_PAIRS))
 
 
-def _kept_rows(delta: Tensor, x: Tensor, norm: Tensor, hidden: Tensor, step: _Step) -> Selection:
-    """Score and select, by grouped row; says to the dispatch which rows of its gradient are worth sending."""
-    load = step.dispatch.load
+def _select_by_rows(delta: Tensor, x: Tensor, hidden: Tensor, step: _Step) -> Selection:
+    """Select where all rows of the output gradient have arrived, so that pairs can be compared with each other as well."""
     started = time.perf_counter()
 
     def inputs(rows: Tensor) -> Tensor:
@@ -259,17 +291,11 @@ def _kept_rows(delta: Tensor, x: Tensor, norm: Tensor, hidden: Tensor, step: _St
         of_gradients = F.cosine_similarity(delta[step.grouping[first]], delta[step.grouping[second]])
         return F.cosine_similarity(inputs(first), inputs(second)) * of_gradients
 
-    if step.select is keep_all:  # the same on all ranks, so all use the same messages
-        selection = keep_all(ScoredPairs(norm, step.expert, step.expert, alike))
-    else:
-        scores = torch.linalg.vector_norm(delta, dim=1)[step.grouping].double() * norm
-        pairs = ScoredPairs(scores, step.expert, places(delta, step.planes)[step.grouping], alike)
-        selection = step.select(pairs)
-        if step.return_kept:
-            step.dispatch.kept = torch.zeros(len(norm), dtype=torch.bool)
-            step.dispatch.kept[step.grouping[selection.index]] = True
-    load.num_kept += len(selection.index)
-    load.selection_s += time.perf_counter() - started
+    if step.select is keep_all:
+        return keep_all(ScoredPairs(step.norm, step.expert, step.expert, alike))
+    scores = torch.linalg.vector_norm(delta, dim=1)[step.grouping].double() * step.norm
+    selection = step.select(ScoredPairs(scores, step.expert, places(delta, step.planes)[step.grouping], alike))
+    step.load.selection_s += time.perf_counter() - started
     return selection
 
 
@@ -285,11 +311,19 @@ class _Step:
     """The arrived row that each grouped row was, int64 [P]; grouped rows are those of slot after slot."""
     row_of_arrival: Tensor
     """Its inverse: the grouped row that each arrived row became."""
+    norm: Tensor
+    """|h| of each row, float32 [P]; set in the forward where `select` wants it."""
     select: Selector
     planes: Tensor
-    dispatch: _Move
+    load: LayerLoad
     keep_hidden: bool
-    return_kept: bool
+    kept_rows_only: bool
+    """Whether the pairs are selected before any row of a gradient travels."""
+    selection: Selection | None = None
+    kept_here: Tensor | None = None
+    """bool [P]: the rows kept, in order of arrival."""
+    kept_home: Tensor | None = None
+    """bool: the rows kept of those that this rank sent."""
 
 
 @dataclass
@@ -316,8 +350,8 @@ class MoELayer(nn.Module):
     take part in the backward. keep_hidden=False recomputes the hidden activations in the backward and holds less memory.
     The weights of a slot are those of logical expert `slots[rank, slot]`; `collectives.expert_state` keeps them so.
     channels: codecs of dispatch and combine, see `channels_for`; None sends rows as they are.
-    return_kept_rows: send back gradients of kept rows only, after one byte a row that says which; within a node the further
-    round costs more than the bytes.
+    kept_rows_only: whether gradients of kept rows alone travel, after two rounds of seven bytes a row in all that agree which;
+    else all do. The same on all ranks.
     """
 
     def __init__(
@@ -337,7 +371,7 @@ class MoELayer(nn.Module):
     ):
         super().__init__()
         self.channels: tuple[Channel | None, Channel | None] = channels or (None, None)
-        self.return_kept_rows = True
+        self.kept_rows_only = True
         self.num_experts, self.transport, self.plan, self.select = num_experts, transport, plan, select
         self.keep_hidden = keep_hidden
         self.router = TopKRouter(width, num_experts, top_k, bias_rate=bias_rate)
@@ -358,14 +392,14 @@ class MoELayer(nn.Module):
         order = torch.from_numpy(_destinations(routing.experts.reshape(-1).numpy(), pairs[rank], routes.drop_key))
         mean_values = int(pairs.sum()) * x.shape[1] // self.transport.size
         sent, received = pairs[rank].sum(1), pairs[:, rank].sum(1)
-        dispatch = _Move(self.transport, DISPATCH, sent, received, load, self.channels[0], mean_values)
-        combine = _Move(self.transport, COMBINE, received, sent, load, self.channels[1], mean_values)
+        dispatch = _Move(self.transport, DISPATCH, sent, received, self.channels[0], mean_values)
+        combine = _Move(self.transport, COMBINE, received, sent, self.channels[1], mean_values)
+        step = self._group(pairs[:, rank], routes.slots[rank])
 
         token = order // top_k
-        arrived: Tensor = _MoveRows.apply(x.index_select(0, token), dispatch)  # type: ignore[no-untyped-call]
-        step = self._group(pairs[:, rank], routes.slots[rank], dispatch)
+        arrived: Tensor = _Dispatch.apply(x.index_select(0, token), dispatch, step)  # type: ignore[no-untyped-call]
         computed: Tensor = _ExpertFFN.apply(arrived, self.w1, self.w2, step)  # type: ignore[no-untyped-call]
-        returned: Tensor = _MoveRows.apply(computed, combine)  # type: ignore[no-untyped-call]
+        returned: Tensor = _Combine.apply(computed, combine, step)  # type: ignore[no-untyped-call]
         weighted = returned * routing.gates.reshape(-1).index_select(0, order)[:, None]
         output = torch.zeros_like(x).index_add(0, token, weighted)
         load.forward_s = time.perf_counter() - started
@@ -375,7 +409,7 @@ class MoELayer(nn.Module):
         """Means per call of moe_dispatch and moe_combine on this rank; empty without channels."""
         return [channel.record() for channel in self.channels if channel is not None]
 
-    def _group(self, received: np.ndarray, slots: np.ndarray, dispatch: _Move) -> _Step:
+    def _group(self, received: np.ndarray, slots: np.ndarray) -> _Step:
         """received: int64 [N, E], rows that arrived from each rank for each expert, in that order."""
         expert = np.repeat(np.tile(np.arange(self.num_experts), len(received)), received.reshape(-1))
         grouping = np.argsort(expert, kind="stable")
@@ -392,11 +426,12 @@ class MoELayer(nn.Module):
             expert=torch.from_numpy(expert[grouping]),
             grouping=torch.from_numpy(grouping),
             row_of_arrival=torch.from_numpy(row_of_arrival),
+            norm=torch.zeros(len(expert)),
             select=self.select,
             planes=self.planes,
-            dispatch=dispatch,
+            load=self.load,
             keep_hidden=self.keep_hidden,
-            return_kept=self.return_kept_rows,
+            kept_rows_only=self.kept_rows_only and self.select is not keep_all,
         )
 
     def _check(self, routes: Routes, counts: np.ndarray) -> None:

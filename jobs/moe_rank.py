@@ -281,8 +281,14 @@ def measure_times(width: int, hidden: int, experts: int, top_k: int, tokens: int
 def train_moe(plan: MoePlan, config: MoeLmConfig, context: WorkerContext) -> dict[str, Any]:
     """Train all variants with all seeds on this rank. Reports: one "facts" record, then one "moe" record a block.
 
-    Returns the bytes that this rank sent to each other rank, and what its network device counted (None on loopback).
+    Returns the bytes that this rank sent to each other rank, and what its network device counted (None on loopback). Each
+    rank keeps to one core, as it would to one device: ranks that move to whichever core is idle show no imbalance.
     """
+    with one_core(context.rank):
+        return _train(plan, config, context)
+
+
+def _train(plan: MoePlan, config: MoeLmConfig, context: WorkerContext) -> dict[str, Any]:
     transport = context.transport
     channels = channels_for(plan.codecs, transport) if plan.codecs.scheme != "off" else None
     check_equal_facts(cast(Workload, MoeLm(config, plan.batch, plan.seeds[0], plan.steps)), context)
@@ -291,8 +297,7 @@ def train_moe(plan: MoePlan, config: MoeLmConfig, context: WorkerContext) -> dic
     tokens = max(1, plan.batch * config.context // transport.size)
     picoseconds = [0, 0, 0]
     if transport.rank == 0:  # alone: the others wait for its figures
-        with one_core():
-            found = measure_times(config.width, config.hidden, min(plan.slots, config.experts), config.top_k, tokens)
+        found = measure_times(config.width, config.hidden, min(plan.slots, config.experts), config.top_k, tokens)
         picoseconds = [round(seconds * 1e12) for seconds in (found.forward_s, found.backward_s, found.selection_s)]
     measured = all_gather_records(transport, "metadata", picoseconds)[0]
     times = PairTimes(*(float(value) / 1e12 for value in measured))
@@ -346,10 +351,10 @@ def source_of(variant: MoeVariant, seed: int, plan: MoePlan, context: WorkerCont
 
 
 @contextmanager
-def one_core() -> Iterator[None]:
-    """Pin this thread to one of its cores for as long as the block lasts."""
+def one_core(rank: int) -> Iterator[None]:
+    """Pin this thread to one of its cores, ranks in turn, for as long as the block lasts."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
+    os.sched_setaffinity(0, {sorted(before)[rank % len(before)]})
     try:
         yield
     finally:

@@ -45,8 +45,8 @@ from placement.split import Int, Ranks, SlotMap, exact_split, token_map
 
 PLAN = "expert_plan"
 SPARED_BYTES = 1 << 20
-"""Bytes that a rank need not send back, from which a further round of messages pays within a node; between nodes it always
-does."""
+"""Bytes of gradients that a rank need not send, from which two further rounds of messages pay within a node; between nodes
+they always do."""
 Sampler = Literal["scored", "uniform", "top_q"]
 """How kept pairs are drawn: by score (of least variance), all alike, or the largest scores (biased; a control)."""
 
@@ -278,8 +278,9 @@ class ExpertBalancer:
             kept = np.minimum(kept, budgets(x, hosted, unlimited, float(x.max(initial=0)), [memory] * len(x)))
         self.budget[index] = kept
         row_bytes, size = item.layer.w1.shape[1] * item.layer.w1.element_size(), len(x)
-        spared = int(x.sum() - kept.sum()) * row_bytes * (size - 1) // size**2  # of a rank, to the others
-        item.layer.return_kept_rows = len(set(self.ranks.nodes)) > 1 or spared >= SPARED_BYTES
+        spared = 2 * int(x.sum() - kept.sum()) * row_bytes * (size - 1) // size**2  # of a rank, to the others
+        pays = len(set(self.ranks.nodes)) > 1 or spared >= SPARED_BYTES
+        item.layer.kept_rows_only = pays and not self.choosing  # a choice compares pairs that are not kept
         if self.choosing:
             item.quotas = [int(self._retained(x, share)[self.transport.rank]) for share in SHARES]
         if item.counted:
@@ -333,6 +334,7 @@ class ExpertBalancer:
         expert = pairs.expert.numpy()
         scores, _ = floor_scores(pairs.scores.numpy(), expert, self.num_experts)
         walk = walk_of(expert, pairs.place.numpy())
+        assert pairs.alike is not None  # all rows travel on steps of a choice
         unlike = {}
         for lag in {_lag(share) for share in SHARES}:
             first, second = neighbours(walk, lag)

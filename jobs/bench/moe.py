@@ -133,7 +133,7 @@ def times(config: Config, run: Run) -> dict[str, Any]:
     width, hidden, tokens = config.timed_width, 4 * config.timed_width, config.timed_tokens
     found: dict[str, Any] = {"width": width, "hidden": hidden, "pairs": 2 * tokens}
     shares = (1.0, 0.75, 0.5, 0.25)
-    with one_core():
+    with one_core(0):
         for mode, keep_hidden in (("keep", True), ("recompute", False)):
             seconds = time_layer(width, hidden, 8, 2, tokens, shares, keep_hidden=keep_hidden)
             found.setdefault("forward_s", seconds[0][0])

@@ -18,7 +18,7 @@ from collectives import moe
 from collectives.errors import CollectiveMismatch
 from collectives.expert_state import ExpertState
 from collectives.moe import DISPATCH, MoELayer, Routes, ScoredPairs, Selection, Selector, keep_all, places
-from collectives.transport import LocalGroup, LocalTransport, run_local
+from collectives.transport import LocalTransport, run_local
 from placement.experts import POLICIES
 from placement.quotas import PairMemory
 from placement.quotas import select as draw
@@ -313,8 +313,6 @@ def test_the_experts_take_the_memory_that_is_planned(share: float, keep_hidden: 
 
     w1 = torch.randn(slots, width, hidden, requires_grad=True)
     w2 = torch.randn(slots, hidden, width, requires_grad=True)
-    count = np.array([pairs])
-    move = moe._Move(LocalGroup(1).transports()[0], DISPATCH, count, count, moe.LayerLoad(), None, 0)
     order = torch.arange(pairs)
     step = moe._Step(
         slices=[(slot, slice(slot * rows, (slot + 1) * rows)) for slot in range(slots)],
@@ -323,9 +321,10 @@ def test_the_experts_take_the_memory_that_is_planned(share: float, keep_hidden: 
         row_of_arrival=order,
         select=select,
         planes=torch.randn(width, moe.PLACE_BITS),
-        dispatch=move,
+        norm=torch.zeros(pairs),
+        load=moe.LayerLoad(),
         keep_hidden=keep_hidden,
-        return_kept=True,
+        kept_rows_only=False,
     )
     arrived = torch.randn(pairs, width, requires_grad=True)
     gradient = torch.randn(pairs, width)
