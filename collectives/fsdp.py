@@ -119,9 +119,9 @@ class CompressedReduceScatter(DefaultAllocMixin, ReduceScatter):
         factor, size = _factor(op, channel.transport.size), channel.transport.size
         decision = channel.agree(input_tensor, "once") if factor is not None else LEFT_TO_TORCH
         with channel.counted((size - 1) * input_tensor.nbytes // size, decision):
+            residual = self._residual(decision.codec, input_tensor)
             if decision.codec is None or factor is None:
                 return self.default(output_tensor, input_tensor, group, op, async_op)  # type: ignore[no-any-return]
-            residual = self._residual(decision.codec, input_tensor.numel())
             out = output_tensor if output_tensor.dtype == torch.float32 else torch.empty(output_tensor.shape)
             channel.note(self._reduce(as_fp32(input_tensor), out, decision.codec, residual))
             if factor != 1 or out is not output_tensor:
@@ -138,15 +138,19 @@ class CompressedReduceScatter(DefaultAllocMixin, ReduceScatter):
             return reduce_scatter_two_hop(x, out, inner, codec, channel.transport, per_node, **options)
         return reduce_scatter(x, out, codec, channel.transport, **options)  # type: ignore[arg-type]
 
-    def _residual(self, codec: Codec, numel: int) -> Residual | None:
-        """The step before counts, unless it was taken back since: its residuals are settled now."""
-        policy = self.sync.grads.policy
-        wanted = policy.error_feedback
-        if not (codec.ef_default(policy.optimizer) if wanted is None else wanted):
-            return None
-        feedback = self.sync.feedback.setdefault(self.name, ErrorFeedback(reversible=True))
-        feedback.commit()
-        return feedback.residual(((self.name, numel),))
+    def _residual(self, codec: Codec | None, x: Tensor) -> Residual | None:
+        """The step before counts, unless it was taken back since: its residuals are settled now. Where this codec carries
+        none, what an earlier one owes is added to x."""
+        policy, feedback = self.sync.grads.policy, self.sync.feedback.get(self.name)
+        layout, wanted = ((self.name, x.numel()),), policy.error_feedback
+        if feedback is not None:
+            feedback.commit()
+        if codec is not None and (codec.ef_default(policy.optimizer) if wanted is None else wanted):
+            feedback = self.sync.feedback.setdefault(self.name, ErrorFeedback(reversible=True))
+            return feedback.residual(layout)
+        if feedback is not None:
+            feedback.deliver(layout, x.view(-1), 1)
+        return None
 
 
 class CompressedAllGather(DefaultAllocMixin, AllGather):

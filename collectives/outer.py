@@ -19,7 +19,10 @@ from collectives.codecs import TopK
 from collectives.errors import ConfigError
 from collectives.feedback import ErrorFeedback
 from collectives.policy import Role, SyncPolicy
-from collectives.reduce import one_shot, two_shot
+from collectives.reduce import one_shot, owner_span, two_shot
+
+CARRIED = ("int4b", "eb", "topk", "sq")
+"""Codecs whose losses are added to the next delta, unless the policy says otherwise."""
 
 
 class OuterLoop:
@@ -78,24 +81,20 @@ class OuterLoop:
         channel, size = self.channel, self.channel.transport.size
         decision = channel.agree(delta, "all_reduce")
         with channel.counted(2 * (size - 1) * delta.nbytes // size, decision):
-            codec = decision.codec
+            codec, layout, wanted = decision.codec, (("delta", delta.numel()),), channel.policy.error_feedback
+            options: dict[str, Any] = {"op": "mean", "seed": channel.seed(), "workspace": channel.space}
+            if codec is not None and (codec.name in CARRIED if wanted is None else wanted):
+                options["residual"] = self.feedback.residual(layout)
+                if not isinstance(codec, TopK):
+                    span = owner_span(delta.numel(), size, channel.transport.rank, codec)
+                    options["owner_residual"] = self.feedback.owner_residual(layout, span)
+            else:
+                self.feedback.deliver(layout, delta, size)
             if codec is None:
                 channel.transport.all_reduce("outer", delta, "mean")
-                return
-            wanted = channel.policy.error_feedback
-            carries = codec.name in ("int4b", "eb", "topk", "sq") if wanted is None else wanted
-            residual = self.feedback.residual((("delta", delta.numel()),)) if carries else None
-            reduce = one_shot if isinstance(codec, TopK) else two_shot
-            flags = reduce(
-                delta,
-                codec,
-                channel.transport,
-                op="mean",
-                residual=residual,
-                seed=channel.seed(),
-                workspace=channel.space,
-            )
-            channel.note(flags)
+            else:
+                reduce = one_shot if isinstance(codec, TopK) else two_shot
+                channel.note(reduce(delta, codec, channel.transport, **options))
             self.feedback.commit()
 
     def _flat(self) -> Tensor:

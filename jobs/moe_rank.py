@@ -25,13 +25,12 @@ from jobs.workloads.moe_lm import ExpertMlp, MoeLm, MoeLmConfig
 from placement.experts import num_moves
 from placement.quotas import SHARES, PairTimes
 from placement.split import Ranks, SlotMap
-from zenray.engine import Workload, check_equal_facts, interface_tx_bytes, probe_all_reduce
+from zenray.engine import Workload, check_equal_facts, cosine, interface_tx_bytes, probe_all_reduce
 from zenray.moe import ExpertBalancer, PlanSource, Sampler
 
 DENSE = "dense_gradients"
 EXPERT_PHASES = (DISPATCH, COMBINE, GRADIENTS, WEIGHTS)
 WARMUP_STEPS = 20
-LAST_LR_SHARE = 0.1
 CLIP_NORM = 1.0
 SPIKE = 4.0
 """A gradient norm this many times the running mean makes the control keep every pair again."""
@@ -67,14 +66,6 @@ class MoePlan:
         """Steps 0 .. steps - 1, cut every `block_steps` and wherever an evaluation is due."""
         cuts = sorted({*range(0, self.steps, self.block_steps), *range(0, self.steps, self.evaluate_every), self.steps})
         yield from (range(a, b) for a, b in pairwise(cuts))
-
-
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
-    if step < WARMUP_STEPS:
-        return peak * (step + 1) / WARMUP_STEPS
-    z = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
-    return peak * (LAST_LR_SHARE + (1 - LAST_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * z)))
 
 
 class MoeTrainer:
@@ -155,7 +146,7 @@ class MoeTrainer:
         squared = self._reduce_dense() + balancer.reduce_gradients(1 / transport.size)
         norm = math.sqrt(squared)
         clip = min(1.0, CLIP_NORM / norm) if norm > 0 else 1.0
-        lr = learning_rate(step, self.plan.steps, self.plan.lr)
+        lr = self.plan.lr * cosine(step, self.plan.steps)
         self._update_dense(clip, lr)
         spike = not math.isfinite(norm) or (step > WARMUP_STEPS and norm > SPIKE * self.mean_norm)
         self.mean_norm = norm if step == 0 else 0.9 * self.mean_norm + 0.1 * norm

@@ -91,7 +91,8 @@ def plan_of(config: TrainConfig, out: Path) -> TrainPlan:
     variants = [replace(variant, bucket_mib=config.bucket_mib) for variant in variants]
     settings = config.checkpoint
     folder = Path(settings.folder).resolve() if settings.folder else out.resolve() / "checkpoints"
-    trained = config.model_dump(mode="json", exclude={"checkpoint", "recovery", "tracking", "timeout_s", "steps"})
+    free = {"checkpoint", "recovery", "tracking", "timeout_s", *(["steps"] if config.schedule == "constant" else [])}
+    trained = config.model_dump(mode="json", exclude=free)
     return TrainPlan(
         variants=tuple(variants),
         steps=config.steps,
@@ -101,6 +102,7 @@ def plan_of(config: TrainConfig, out: Path) -> TrainPlan:
         lr=config.lr,
         config_sha256=digest_of(trained),
         checkpoint=CheckpointPlan(folder, settings.every_steps, settings.keep, settings.resume),
+        schedule=config.schedule,
     )
 
 

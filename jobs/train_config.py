@@ -83,7 +83,10 @@ class TrainConfig(Section):
     optimizer: Literal["sgd", "adagrad", "adamw"] = "adagrad"
     """The first two leave untouched rows as they are, so sparse and dense gradients train alike; adamw: gpt alone."""
     lr: Annotated[float, Field(gt=0)] = 0.05
-    """Learning rate."""
+    """Learning rate, at its highest."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """cosine: up over the first sixth of the steps, then down to a tenth. It needs the number of steps: a checkpoint resumes
+    with the same one only."""
     seed: Count = 0
     """Of weights, data order and negatives."""
     policy: Policy = "auto"

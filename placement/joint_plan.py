@@ -78,8 +78,8 @@ def joint_plan(
 
 def _max_forward(memory: PairMemory, slots: int) -> int:
     """Pairs that a rank with all slots in use can compute, keeping one for the backward."""
-    free = memory.free_bytes - memory.instance_bytes * slots - memory.retained_bytes - memory.chunk_bytes
-    return free // (memory.forward_bytes + 2 * memory.gradient_bytes)
+    one_kept = memory.peak_bytes(slots, 0, 0) + memory.retained_bytes + memory.gathered_bytes
+    return (memory.free_bytes - one_kept) // memory.forward_bytes
 
 
 def _scores_by_rank(pairs: Int, scores: Sequence[Float]) -> list[list[Float]]:
@@ -145,8 +145,12 @@ def exact_joint_plan(
         if memory is not None:
             m = memory[n]
             held = {cell(y, n, e): float(m.instance_bytes) for e in experts}
-            held |= {cell(x, n, e): float(m.forward_bytes + 2 * m.gradient_bytes) for e in experts}
-            add(held | {cell(q, n, e): float(m.retained_bytes) for e in experts}, -np.inf, m.free_bytes - m.chunk_bytes)
+            held |= {cell(x, n, e): float(m.forward_bytes) for e in experts}
+            add(
+                held | {cell(q, n, e): float(m.retained_bytes + m.gathered_bytes) for e in experts},
+                -np.inf,
+                m.free_bytes - m.chunk_bytes,
+            )
     num_variables = backward + 1
     cost = np.zeros(num_variables)
     cost[[forward, backward]] = 1

@@ -157,6 +157,16 @@ def select(
     return Kept(index, 1 / pi[index], num_nonfinite)
 
 
+def by_source(kept: Int, pairs: Int) -> Int:
+    """Whose pairs the kept ones of each rank are: int64 [N, N] by (source, computing rank), in proportion to `pairs`
+    (int64, alike), the largest remainders rounded up. kept: int64 [N], at most what each rank computes."""
+    computed = np.maximum(pairs.sum(0), 1)
+    share, remainder = np.divmod(kept * pairs, computed)
+    missing = kept - share.sum(0)
+    rank_of = np.argsort(np.argsort(-remainder, axis=0, kind="stable"), axis=0)
+    return np.asarray(share + (rank_of < missing))
+
+
 def walk_of(expert: Int, place: Int | None) -> Int:
     """Expert by expert, and by place within each: int64 [n]."""
     return np.asarray(expert, np.int64) << 16 | (0 if place is None else place)
@@ -215,12 +225,12 @@ class PairMemory:
     """Weights and gradient of one hosted expert."""
     forward_bytes: int
     """Held from forward to backward for every routed pair."""
-    gradient_bytes: int
-    """Of every routed pair's output gradient, alive in the backward; its input gradient takes as much at the end."""
     retained_bytes: int
-    """Extra for every pair that takes part in the backward."""
+    """Extra for every pair that takes part in the backward: its output gradient and its input gradient."""
+    gathered_bytes: int = 0
+    """Of its input, which is gathered where not all pairs take part."""
     chunk_bytes: int = 0
-    """Alive inside one product, before the input gradients: a chunk's hidden rows and the gradients of both sides."""
+    """Alive inside one product: a chunk's hidden rows and the gradients of both sides."""
 
     @classmethod
     def of(
@@ -228,14 +238,14 @@ class PairMemory:
     ) -> PairMemory:
         """Counts for an expert of `hidden` x `width` as `collectives.moe` computes it, `chunk_pairs` at once.
 
-        Held: x, p (unless recomputed), the norm. Of retained pairs: gathers of x and delta, and the input gradient.
+        Held: x, p (unless recomputed), y, the gate, the norm.
         """
         return cls(
             free_bytes=free_bytes,
             instance_bytes=4 * width * hidden * itemsize,
-            forward_bytes=(width + hidden * keep_hidden) * itemsize + 4,
-            gradient_bytes=width * itemsize,
-            retained_bytes=3 * width * itemsize,
+            forward_bytes=(2 * width + hidden * keep_hidden + 1) * itemsize + 4,
+            retained_bytes=2 * width * itemsize,
+            gathered_bytes=width * itemsize,
             chunk_bytes=3 * hidden * itemsize * chunk_pairs,
         )
 
@@ -246,12 +256,13 @@ class PairMemory:
 
     def backward_bytes(self, num_pairs: int, num_kept: int) -> int:
         """The part that lives in the backward only."""
-        gradients = self.gradient_bytes * num_pairs
-        return gradients + self.retained_bytes * num_kept + max(self.chunk_bytes, gradients)
+        each = self.retained_bytes + (self.gathered_bytes if num_kept < num_pairs else 0)
+        return each * num_kept + self.chunk_bytes
 
     def max_kept(self, num_hosted: int, num_pairs: int) -> int:
         """How many pairs may take part in the backward; negative where not even the forward fits."""
-        return (self.free_bytes - self.peak_bytes(num_hosted, num_pairs, 0)) // self.retained_bytes
+        free = self.free_bytes - self.peak_bytes(num_hosted, num_pairs, 0)
+        return free // (self.retained_bytes + self.gathered_bytes)
 
 
 def budgets(pairs: Int, hosted: Int, seconds_per_pair: Float, target_s: float, memory: Sequence[PairMemory]) -> Int:

@@ -23,17 +23,19 @@ import torch
 from collectives.codecs.hashing import derive_seed
 from collectives.errors import ConfigError
 from collectives.expert_state import ExpertState
-from collectives.moe import CHUNK_PAIRS, MoELayer, Routes, ScoredPairs, Selection, Selector, keep_all
+from collectives.moe import CHUNK_PAIRS, MoELayer, Routes, ScoredPairs, Selection, Selector
 from collectives.transport import Transport, all_gather_records
 from placement.expert_plans import ExpertPlan, PlanBook, make_plan
 from placement.experts import POLICIES
 from placement.quotas import (
     SHARES,
     Float,
+    Kept,
     PairMemory,
     PairTimes,
     Retention,
     budgets,
+    by_source,
     floor_scores,
     neighbours,
     sampling_variances,
@@ -44,9 +46,6 @@ from placement.quotas import (
 from placement.split import Int, Ranks, SlotMap, exact_split, token_map
 
 PLAN = "expert_plan"
-SPARED_BYTES = 1 << 20
-"""Bytes of gradients that a rank need not send, from which two further rounds of messages pay within a node; between nodes
-they always do."""
 Sampler = Literal["scored", "uniform", "top_q"]
 """How kept pairs are drawn: by score (of least variance), all alike, or the largest scores (biased; a control)."""
 
@@ -93,8 +92,8 @@ class _Layer:
     memory: PairMemory
     variance: Float
     """What sampling adds on this rank, float64 [SHARES, E]; counted on steps of a choice."""
-    quotas: Sequence[int] = ()
-    """Pairs that this rank would keep of the micro-batch at each of SHARES; counted on steps of a choice."""
+    quotas: Int
+    """int64 [SHARES, N]: pairs of this rank that each rank would keep of the micro-batch; counted on steps of a choice."""
     counted: bool = False
     """Whether this micro-batch is in the step's load: a forward that is recomputed must not count twice."""
 
@@ -160,9 +159,16 @@ class ExpertBalancer:
         for index, layer in enumerate(layers):
             state = ExpertState([layer.w1, layer.w2], self.num_experts, transport, lr=lr, weight_decay=weight_decay)
             self.layers.append(
-                _Layer(layer, state, first.slots[index], memory, np.zeros((len(SHARES), self.num_experts)))
+                _Layer(
+                    layer,
+                    state,
+                    first.slots[index],
+                    memory,
+                    np.zeros((len(SHARES), self.num_experts)),
+                    np.zeros((len(SHARES), transport.size), np.int64),
+                )
             )
-            layer.plan = self._planner(index)
+            layer.plan, layer.select = self._planner(index), self._selector(index)
             self._initialise(index)
             state.push_weights(first.slots[index])
 
@@ -180,10 +186,8 @@ class ExpertBalancer:
         if micro_batch == 0:
             self.load = self._new_load(len(self.layers))
             self.choosing = self.controlled and self.retention.is_due
-            full = self.retention.rho >= 1 and self.free_bytes is None and not self.choosing
-            for index, item in enumerate(self.layers):
+            for item in self.layers:
                 item.variance = np.zeros_like(item.variance)
-                item.layer.select = keep_all if full else self._selector(index)
 
     def reduce_gradients(self, scale: float = 1.0) -> float:
         """After the last backward: sum the experts' gradients over instances, times `scale`; returns their squared norm.
@@ -262,35 +266,32 @@ class ExpertBalancer:
             if split.dropped.any():
                 a = _surviving(a, w - split.dropped)
                 key = (self.seed, self.step_index, self.micro_batch, index, self.transport.rank)
-            self._count(index, w, split.pairs)
-            return Routes(token_map(a, split.pairs, self.ranks), item.slots, key)
+            pairs = token_map(a, split.pairs, self.ranks)
+            kept = self._count(index, w, pairs)
+            return Routes(pairs, item.slots, kept, key)
 
         return plan
 
-    def _count(self, index: int, w: Int, pairs: Int) -> None:
-        """Budgets of this micro-batch, and what it adds to the step's load."""
-        item, x = self.layers[index], pairs.sum(1)
-        hosted = (item.slots >= 0).sum(1)
+    def _count(self, index: int, w: Int, pairs: Int) -> Int | None:
+        """What this micro-batch adds to the step's load; returns the pairs that count in its backward, see `Routes.kept`."""
+        item, sent = self.layers[index], pairs.sum(2)
+        x, hosted = sent.sum(0), (item.slots >= 0).sum(1)
         kept = self._retained(x, self.retention.rho)
         if self.free_bytes is not None:
             memory = replace(item.memory, free_bytes=self.free_bytes // len(self.layers))
             unlimited = np.ones(len(x))
             kept = np.minimum(kept, budgets(x, hosted, unlimited, float(x.max(initial=0)), [memory] * len(x)))
-        self.budget[index] = kept
-        row_bytes, size = item.layer.w1.shape[1] * item.layer.w1.element_size(), len(x)
-        spared = 2 * int(x.sum() - kept.sum()) * row_bytes * (size - 1) // size**2  # of a rank, to the others
-        pays = len(set(self.ranks.nodes)) > 1 or spared >= SPARED_BYTES
-        item.layer.kept_rows_only = pays and not self.choosing  # a choice compares pairs that are not kept
         if self.choosing:
-            item.quotas = [int(self._retained(x, share)[self.transport.rank]) for share in SHARES]
-        if item.counted:
-            return
-        item.counted = True
-        self.load.counts[index] += w
-        self.load.dropped += int(w.sum() - x.sum())
-        self.load.pairs[index] += x
-        self.load.kept[index] += kept
-        self.load.peak_bytes = max(self.load.peak_bytes, self._peak_bytes(hosted))
+            rank = self.transport.rank
+            item.quotas = np.array([by_source(self._retained(x, share), sent)[rank] for share in SHARES])
+        if not item.counted:
+            item.counted = True
+            self.load.counts[index] += w
+            self.load.dropped += int(w.sum() - x.sum())
+            self.load.pairs[index] += x
+            self.load.kept[index] += kept
+            self.load.peak_bytes = max(self.load.peak_bytes, self._peak_bytes(hosted))
+        return None if (kept == x).all() and not self.choosing else by_source(kept, sent)
 
     def _retained(self, x: Int, rho: float) -> Int:
         """Pairs that each rank keeps: rho of all, shared out by speed. x: int64 [N], the pairs it computes."""
@@ -309,40 +310,47 @@ class ExpertBalancer:
 
     def _selector(self, index: int) -> Selector:
         def select_pairs(pairs: ScoredPairs) -> Selection:
-            quota, item = int(self.budget[index][self.transport.rank]), self.layers[index]
             if self.choosing and len(pairs.scores):
-                item.variance += self._variance(pairs, item.quotas)
-            if quota >= len(pairs.scores):
-                return keep_all(pairs)
-            key = (self.seed, self.step_index, self.micro_batch, index, self.transport.rank)
-            values, expert = pairs.scores.numpy(), pairs.expert.numpy()
-            if self.sampler == "top_q":
-                kept = top_q(values, quota)
-            else:
-                even = values if self.sampler == "scored" else np.ones_like(values)
-                kept = select(even, expert, self.num_experts, quota, key, pairs.place.numpy())
-            self.load.num_nonfinite += kept.num_nonfinite
-            return Selection(torch.from_numpy(kept.index), torch.from_numpy(kept.weight))
+                self.layers[index].variance += self._variance(pairs, self.layers[index].quotas)
+            scores, expert, place = pairs.scores.numpy(), pairs.expert.numpy(), pairs.place.numpy()
+            found: list[Kept] = []
+            ends = np.cumsum(pairs.count)
+            for target, (start, stop, quota) in enumerate(zip(ends - pairs.count, ends, pairs.kept, strict=True)):
+                run = slice(int(start), int(stop))
+                if self.sampler == "top_q":
+                    kept = top_q(scores[run], int(quota))
+                else:
+                    key = (self.seed, self.step_index, self.micro_batch, index, self.transport.rank, target)
+                    even = scores[run] if self.sampler == "scored" else np.ones(run.stop - run.start)
+                    kept = select(even, expert[run], self.num_experts, int(quota), key, place[run])
+                self.load.num_nonfinite += kept.num_nonfinite
+                found.append(replace(kept, index=kept.index + start))
+            chosen, weight = np.concatenate([k.index for k in found]), np.concatenate([k.weight for k in found])
+            return Selection(torch.from_numpy(chosen), torch.from_numpy(weight))
 
         return select_pairs
 
-    def _variance(self, pairs: ScoredPairs, quotas: Sequence[int]) -> Float:
+    def _variance(self, pairs: ScoredPairs, quotas: Int) -> Float:
         """What sampling adds at each of SHARES: that of independent draws, times how unlike those are among which one is kept.
 
-        At a share s one of 1/s pairs along the walk is kept; two of them are 1/(3s) apart on average.
+        At a share s one of 1/s pairs along the walk is kept; two of them are 1/(3s) apart on average. quotas: int64
+        [SHARES, N].
         """
-        expert = pairs.expert.numpy()
-        scores, _ = floor_scores(pairs.scores.numpy(), expert, self.num_experts)
-        walk = walk_of(expert, pairs.place.numpy())
-        assert pairs.alike is not None  # all rows travel on steps of a choice
+        expert, count = pairs.expert.numpy(), pairs.count
+        run = np.repeat(np.arange(len(count)), count) * self.num_experts + expert
+        scores, _ = floor_scores(pairs.scores.numpy(), run, len(count) * self.num_experts)
+        walk = walk_of(run, pairs.place.numpy())
         unlike = {}
         for lag in {_lag(share) for share in SHARES}:
             first, second = neighbours(walk, lag)
             alike = pairs.alike(torch.from_numpy(first), torch.from_numpy(second)).numpy()
-            weights = scores[first]
-            unlike[lag] = float(np.average(1 - alike, weights=weights)) if len(first) else 1.0
-        variances = (sampling_variances(scores, quota, expert, self.num_experts) for quota in quotas)
-        return np.array([unlike[_lag(share)] * found for share, found in zip(SHARES, variances, strict=True)])
+            unlike[lag] = float(np.average(1 - alike, weights=scores[first])) if len(first) else 1.0
+        found, ends = np.zeros((len(SHARES), self.num_experts)), np.cumsum(count)
+        for index, share in enumerate(SHARES):
+            for start, stop, quota in zip(ends - count, ends, quotas[index], strict=True):
+                of_run = sampling_variances(scores[start:stop], int(quota), expert[start:stop], self.num_experts)
+                found[index] += unlike[_lag(share)] * of_run
+        return found
 
     def _measure(self, scale: float) -> None:
         """What the choice of a share needs, of the whole group, in units of unscaled gradients.
@@ -364,7 +372,6 @@ class ExpertBalancer:
 
     def _new_load(self, num_layers: int) -> StepLoad:
         size = self.transport.size
-        self.budget = np.zeros((num_layers, size), np.int64)
         by_rank = np.zeros((num_layers, size), np.int64)
         return StepLoad(by_rank, by_rank.copy(), np.zeros((num_layers, self.num_experts), np.int64))
 

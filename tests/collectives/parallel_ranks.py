@@ -386,7 +386,40 @@ def outer_loop(rank: int) -> dict[str, Any]:
     return found
 
 
-CASES = (fsdp, fsdp_resume, tensor_parallel, pipeline, zero_one, outer_loop)
+def taken_back(rank: int) -> dict[str, float]:
+    """Relative error of the sum of three updates by a constant gradient, the last after int4b was taken back."""
+    roles = tuple((role, ("int4b",)) for role in ("fsdp_grad", "outer_delta"))
+    made = SyncPolicy(codecs=roles, fixed=True, error_feedback=True)
+    generator = torch.Generator().manual_seed(rank)
+    x, t = (torch.randn(8, 256, generator=generator) for _ in range(2))
+    exact = 3 * (t.T @ x)
+    dist.all_reduce(exact, op=dist.ReduceOp.AVG)
+
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(256, 256, bias=False))
+    sync = compress_fsdp(model, made, timeout_s=30)
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=1.0), model.weight.full_tensor().clone()  # type: ignore[union-attr, operator]
+    for step in range(3):
+        if step == 2:
+            sync.grads.take_back("once", "int4b", "a test")
+        optimizer.zero_grad()
+        (model(x) * t).sum().backward()
+        optimizer.step()
+    moved = {"fsdp_grad": before - model.weight.full_tensor()}  # type: ignore[union-attr, operator]
+
+    plain = nn.Linear(256, 256, bias=False)
+    outer = OuterLoop(plain, made, every_steps=1, lr=1.0, momentum=0.0, timeout_s=30)
+    before = plain.weight.detach().clone()
+    for step in range(3):
+        if step == 2:
+            outer.channel.take_back("all_reduce", "int4b", "a test")
+        plain.weight.data -= t.T @ x
+        outer.step()
+    moved["outer_delta"] = before - plain.weight.detach()
+    return {role: float((found - exact).norm() / exact.norm()) for role, found in moved.items()}
+
+
+CASES = (fsdp, fsdp_resume, tensor_parallel, pipeline, zero_one, outer_loop, taken_back)
 
 
 def run_all(transport: Transport, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from collectives import moe
 from collectives.errors import CollectiveMismatch
 from collectives.expert_state import ExpertState
-from collectives.moe import DISPATCH, MoELayer, Routes, ScoredPairs, Selection, Selector, keep_all, places
-from collectives.transport import LocalTransport, run_local
+from collectives.moe import COMBINE, DISPATCH, MoELayer, Routes, ScoredPairs, Selection, Selector, places
+from collectives.transport import LocalGroup, LocalTransport, run_local
 from placement.experts import POLICIES
-from placement.quotas import PairMemory
+from placement.quotas import PairMemory, by_source
 from placement.quotas import select as draw
 from placement.split import Ranks, token_map
 
@@ -51,24 +51,24 @@ def oracle(model: Whole, x: Tensor) -> Tensor:
     return (gates[:, :, None] * chosen).sum(1)
 
 
-def planner(policy: str, num_ranks: int, slots: int) -> Callable[[np.ndarray], Routes]:
+def planner(policy: str, num_ranks: int, slots: int, quota: int | None = None) -> Callable[[np.ndarray], Routes]:
     ranks = Ranks.equal(num_ranks, slots)
 
     def plan(counts: np.ndarray) -> Routes:
         hosts = POLICIES[policy].hosts(np.arange(EXPERTS)[None] % 3 + 1, ranks, None)
         split = POLICIES[policy].split(hosts, counts.sum(0), ranks)
-        return Routes(token_map(counts, split.pairs, ranks), hosts)
+        pairs = token_map(counts, split.pairs, ranks)
+        kept = None if quota is None else by_source(np.minimum(quota, pairs.sum((0, 2))), pairs.sum(2))
+        return Routes(pairs, hosts, kept)
 
     return plan
 
 
 def make_layer(
-    transport: LocalTransport, policy: str, slots: int, select: Selector = keep_all, **options: object
+    transport: LocalTransport, policy: str, slots: int, quota: int | None = None, **options: object
 ) -> tuple[MoELayer, ExpertState, np.ndarray]:
-    model, plan = whole_model(), planner(policy, transport.size, slots)
-    layer = MoELayer(
-        WIDTH, HIDDEN, EXPERTS, slots, TOP_K, transport=transport, plan=plan, select=select, **options
-    ).double()  # type: ignore[arg-type]
+    model, plan = whole_model(), planner(policy, transport.size, slots, quota)
+    layer = MoELayer(WIDTH, HIDDEN, EXPERTS, slots, TOP_K, transport=transport, plan=plan, **options).double()  # type: ignore[arg-type]
     layer.router.gate.weight.data.copy_(model.gate)
     state = ExpertState([layer.w1, layer.w2], EXPERTS, transport, lr=0.01)
     for expert in range(EXPERTS):
@@ -140,42 +140,53 @@ def test_forward_and_gradients_equal_one_process(
     assert results[0][4] == pytest.approx(float(flat.square().sum()), rel=1e-10)
 
 
-def sampler(quota: int, draw_number: int, rank: int) -> Selector:
+def sampler(draw_number: int, rank: int) -> Selector:
     def select(pairs: ScoredPairs) -> Selection:
-        key = [17, draw_number, rank]
-        kept = draw(pairs.scores.numpy(), pairs.expert.numpy(), EXPERTS, quota, key, pairs.place.numpy())
-        return Selection(torch.from_numpy(kept.index), torch.from_numpy(kept.weight))
+        index, weight, start = [], [], 0
+        for target, (count, quota) in enumerate(zip(pairs.count.tolist(), pairs.kept.tolist(), strict=True)):
+            run = slice(start, start + count)
+            key = [17, draw_number, rank, target]
+            scores, place = pairs.scores[run].numpy(), pairs.place[run].numpy()
+            kept = draw(scores, pairs.expert[run].numpy(), EXPERTS, quota, key, place)
+            index.append(kept.index + start)
+            weight.append(kept.weight)
+            start += count
+        return Selection(torch.from_numpy(np.concatenate(index)), torch.from_numpy(np.concatenate(weight)))
 
     return select
 
 
 def test_the_sampled_backward_is_unbiased_keeps_its_quota_and_sends_less() -> None:
-    size, slots, draws = 2, 5, 300
+    size, slots, draws, quota = 2, 5, 300, 6
     parts = tokens(size)
 
-    def one(transport: LocalTransport, select: Selector) -> tuple[Tensor, Tensor, int]:
-        layer, state, hosts = make_layer(transport, "robust", slots, select)
+    def one(transport: LocalTransport, draw_number: int | None) -> tuple[Tensor, Tensor, dict[str, int], int]:
+        select = None if draw_number is None else sampler(draw_number, transport.rank)
+        layer, state, hosts = make_layer(transport, "robust", slots, None if select is None else quota, select=select)
         x = parts[transport.rank].clone().requires_grad_()
         y, _ = layer(x)
         transport.traffic.clear()
         y.square().sum().backward()
-        sent = transport.traffic.sent_bytes(DISPATCH)
+        sent = {phase: transport.traffic.sent_bytes(phase) for phase in (DISPATCH, COMBINE)}
         state.reduce_gradients(hosts)
         assert x.grad is not None
-        return state.gradient.clone(), x.grad, sent
+        return state.gradient.clone(), x.grad, sent, layer.load.num_kept
 
-    full = run_local(size, lambda t: one(t, keep_all))
-    sampled = [run_local(size, lambda t, d=d: one(t, sampler(4, d, t.rank))) for d in range(draws)]
+    full = run_local(size, lambda t: one(t, None))
+    sampled = [run_local(size, lambda t, d=d: one(t, d)) for d in range(draws)]
     for rank in range(size):
         for which in (0, 1):
             values = torch.stack([s[rank][which] for s in sampled])
             error = (values.mean(0) - full[rank][which]).abs()
             allowed = 4.5 * values.std(0) / np.sqrt(draws) + 1e-9
             assert (error <= allowed).float().mean() > 0.995
-    again = run_local(size, lambda t: one(t, sampler(4, 0, t.rank)))
+        assert {s[rank][3] for s in sampled} == {quota}
+    again = run_local(size, lambda t: one(t, 0))
     torch.testing.assert_close(again[0][0], sampled[0][0][0], rtol=0, atol=0)
     row_bytes = WIDTH * 8
-    assert max(s[0][2] for s in sampled) <= 4 * row_bytes + 64 < full[0][2] + full[1][2]
+    for phase, beside in ((DISPATCH, 0), (COMBINE, 4)):  # with each output gradient the place of its row
+        assert max(r[2][phase] for s in sampled for r in s) <= quota * (row_bytes + beside)
+        assert sum(r[2][phase] for r in sampled[0]) < 0.6 * sum(r[2][phase] for r in full)
 
 
 def test_places_one_apart_lie_on_the_same_side_of_all_planes_but_one() -> None:
@@ -308,30 +319,36 @@ def test_the_experts_take_the_memory_that_is_planned(share: float, keep_hidden: 
     pairs = slots * rows
 
     def select(found: ScoredPairs) -> Selection:
-        kept = draw(found.scores.numpy(), found.expert.numpy(), slots, int(share * pairs), [1], found.place.numpy())
+        kept = draw(found.scores.numpy(), found.expert.numpy(), slots, int(found.kept[0]), [1], found.place.numpy())
         return Selection(torch.from_numpy(kept.index), torch.from_numpy(kept.weight))
 
     w1 = torch.randn(slots, width, hidden, requires_grad=True)
     w2 = torch.randn(slots, hidden, width, requires_grad=True)
-    order = torch.arange(pairs)
+    count, kept, order = np.array([pairs]), np.array([int(share * pairs)]), torch.arange(pairs)
+    transport = LocalGroup(1).transports()[0]
     step = moe._Step(
-        slices=[(slot, slice(slot * rows, (slot + 1) * rows)) for slot in range(slots)],
+        dispatch=moe._Rows(transport, DISPATCH, None, 0),
+        combine=moe._Rows(transport, COMBINE, None, 0),
+        sent=count,
+        received=count,
+        kept=(kept, kept) if share < 1 else None,
+        token=order // slots,
         expert=order // rows,
+        slices=[(slot, slice(slot * rows, (slot + 1) * rows)) for slot in range(slots)],
         grouping=order,
         row_of_arrival=order,
         select=select,
         planes=torch.randn(width, moe.PLACE_BITS),
-        norm=torch.zeros(pairs),
         load=moe.LayerLoad(),
         keep_hidden=keep_hidden,
-        kept_rows_only=False,
     )
-    arrived = torch.randn(pairs, width, requires_grad=True)
-    gradient = torch.randn(pairs, width)
+    tokens = torch.randn(rows, width, requires_grad=True)
+    gates = torch.rand(pairs, requires_grad=True)
+    gradient = torch.randn(rows, width)
     with LiveBytes() as tracker:
-        y = moe._ExpertFFN.apply(arrived, w1, w2, step)
+        y = moe._Experts.apply(tokens, gates, w1, w2, step)
         del y  # its rows leave for their tokens' ranks
-        y = moe._ExpertFFN.apply(arrived, w1, w2, step)
+        y = moe._Experts.apply(tokens, gates, w1, w2, step)
         held = tracker.live - y.nbytes
         tracker.peak = 0
         y.backward(gradient)
@@ -347,7 +364,7 @@ def test_recomputing_the_layer_repeats_its_routing_and_its_sample() -> None:
     parts = tokens(2)
 
     def one(transport: LocalTransport, recompute: bool) -> tuple[Tensor, Tensor]:
-        layer, state, hosts = make_layer(transport, "robust", 5, sampler(4, 0, transport.rank))
+        layer, state, hosts = make_layer(transport, "robust", 5, 4, select=sampler(0, transport.rank))
         x = parts[transport.rank].clone().requires_grad_()
         y = checkpoint(lambda x: layer(x)[0], x, use_reentrant=False) if recompute else layer(x)[0]
         y.square().sum().backward()

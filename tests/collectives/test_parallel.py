@@ -38,6 +38,12 @@ def test_pipeline_messages_are_packets_and_gradients_stay_close(two_ranks: list[
     assert last["int8b"]["losses"] == pytest.approx(last["exact"], rel=0.01)
 
 
+def test_what_a_codec_owes_when_it_is_taken_back_reaches_the_next_update(two_ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["taken_back"] for rank in two_ranks):
+        assert found["fsdp_grad"] < 1e-5
+        assert found["outer_delta"] < 1e-5
+
+
 def test_outer_steps_leave_equal_replicas_and_learn_with_quantised_deltas(two_ranks: list[dict[str, Any]]) -> None:
     exact = two_ranks[0]["outer_loop"]["off"]["losses"]
     assert exact[-1] < 0.9 * exact[0]

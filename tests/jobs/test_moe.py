@@ -16,7 +16,7 @@ from collectives.transport import LocalTransport, run_local
 from jobs.links import unavailable_reason
 from jobs.moe import SUBJECT, plan_of
 from jobs.moe_config import MoeConfig
-from jobs.moe_rank import MoePlan, MoeTrainer, MoeVariant, learning_rate
+from jobs.moe_rank import MoePlan, MoeTrainer, MoeVariant
 from jobs.moe_report import Curve, figures, spent_until
 from jobs.workloads.moe_lm import DOMAINS, MoeLm, MoeLmConfig, domains
 from placement.quotas import PairTimes
@@ -82,13 +82,6 @@ def test_more_ranks_than_sequences() -> None:
     results = run_local(3, body)
     assert all(result == results[0] for result in results)
     assert all(np.isfinite(results[0][0]))
-
-
-def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
-    rates = [learning_rate(step, 100, 1.0) for step in range(101)]
-    assert rates[0] == pytest.approx(0.05)
-    assert rates[19] == rates[20] == 1.0
-    assert rates[100] == pytest.approx(0.1)
 
 
 def curve(losses: dict[int, float], seconds: float, pairs: int, kept: int) -> Curve:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -234,6 +235,25 @@ def test_every_policy_gives_the_same_curve(train):
 
 
 # --- plans ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_is_constant_or_rises_and_falls_to_a_tenth(tmp_path: Path) -> None:
+    plan = TrainPlan((), 120, 1, 1, "sgd", 2.0, "", schedule="cosine")
+    rates = [plan.lr_at(step) for step in range(121)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[19] == rates[20] == 2.0
+    assert rates[120] == pytest.approx(0.2)
+    assert sorted(rates[20:], reverse=True) == rates[20:]
+    assert {replace(plan, schedule="constant").lr_at(step) for step in (0, 60, 119)} == {2.0}
+    with pytest.raises(ConfigError, match="unknown schedule 'linear'"):
+        replace(plan, schedule="linear")
+    digests = {
+        (schedule, steps): plan_of(TrainConfig(schedule=schedule, steps=steps), tmp_path).config_sha256
+        for schedule in ("constant", "cosine")
+        for steps in (60, 90)
+    }
+    assert digests["constant", 60] == digests["constant", 90], "a longer run may go on from a checkpoint"
+    assert digests["cosine", 60] != digests["cosine", 90]
 
 
 def test_blocks_cover_all_steps_once():

@@ -69,7 +69,7 @@ def test_memory_limits_both_passes() -> None:
     w, scores, ranks = case(3, 3, 4, 6)
     backward, limit = np.full(3, 2.0), total_variance(w, scores, 0.6)
     free = joint_plan(w, scores, ranks, backward, limit)
-    unit = PairMemory(0, instance_bytes=100, forward_bytes=10, gradient_bytes=4, retained_bytes=20)
+    unit = PairMemory(0, instance_bytes=100, forward_bytes=14, retained_bytes=20)
     tight = [replace(unit, free_bytes=unit.peak_bytes(4, int(w.sum()) // 3 + 2, 20))] * 3
     ours = joint_plan(w, scores, ranks, backward, limit, tight)
     for rank in range(3):

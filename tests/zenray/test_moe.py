@@ -13,14 +13,13 @@ from actors.errors import CheckpointError
 from actors.folder import Stamp
 from actors.state import CheckpointFolder
 from collectives.errors import ConfigError
-from collectives.moe import COMBINE, DISPATCH, MoELayer, Routes, ScoredPairs, Selection, channels_for
+from collectives.moe import MoELayer, Routes, ScoredPairs, Selection, channels_for
 from collectives.policy import SyncPolicy
 from collectives.transport import LocalTransport, run_local
 from placement.errors import PlacementError
 from placement.experts import POLICIES
 from placement.quotas import SHARES, Retention, sampling_variances
 from placement.split import Ranks
-from zenray import moe
 from zenray.moe import ExpertBalancer
 from zenray.moe_state import ExpertsState, load_experts
 
@@ -239,18 +238,19 @@ def test_the_estimated_variance_is_that_of_many_draws(spread: float) -> None:
         layer, balancer = make(transport, rho="auto", num_steps=100)
         first, state = layer.w1[0].numel(), balancer.layers[0].state
         scores: list[np.ndarray] = []
+        select = layer.select
+        assert select is not None
+
+        def seen(pairs: ScoredPairs) -> Selection:
+            scores[:] = [pairs.scores.numpy(), pairs.expert.numpy()]
+            return select(pairs)
+
+        layer.select = seen
 
         def gradient(step: int, rho: float, *, choose: bool = False) -> Tensor:
             balancer.retention = replace(balancer.retention, rho=rho, step=4 if choose else 0)
             balancer.begin(step)
             assert balancer.choosing == choose
-            select = layer.select
-
-            def seen(pairs: ScoredPairs) -> Selection:
-                scores[:] = [pairs.scores.numpy(), pairs.expert.numpy()]
-                return select(pairs)
-
-            layer.select = seen
             (layer(x)[0] - target).square().sum().backward()  # type: ignore[no-untyped-call]
             balancer.reduce_gradients()
             layer.zero_grad()
@@ -268,28 +268,6 @@ def test_the_estimated_variance_is_that_of_many_draws(spread: float) -> None:
     estimate, seen, independent = run_local(1, body)[0]
     assert 0.6 < estimate / seen < 1.7
     assert (seen < 0.5 * independent) == (spread < 1)
-
-
-def test_gradients_that_are_not_kept_do_not_travel_once_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(transport: LocalTransport) -> tuple[float, Tensor, int, int]:
-        ranks = replace(Ranks.equal(2, EXPERTS), nodes=(0, 0))
-        layer, balancer = make(transport, slots=EXPERTS, rho=0.25, ranks=ranks)
-        x = batch(0, transport.rank, 2).requires_grad_()
-        balancer.begin(0)
-        layer(x)[0].square().sum().backward()
-        assert x.grad is not None
-        sent = transport.traffic.sent_bytes
-        return balancer.reduce_gradients(), x.grad, sent(DISPATCH), sent(COMBINE)
-
-    found = []
-    for limit in (0, 1 << 30):
-        monkeypatch.setattr(moe, "SPARED_BYTES", limit)
-        found.append(run_local(2, body))
-    for fewer, all_rows in zip(*found, strict=True):
-        assert fewer[0] == all_rows[0]
-        assert torch.equal(fewer[1], all_rows[1])
-        assert fewer[2] < 0.75 * all_rows[2]
-        assert fewer[3] < 0.9 * all_rows[3], "with seven bytes a row beside rows of 64"
 
 
 def test_one_expert_takes_all_and_scores_that_are_not_numbers() -> None:
