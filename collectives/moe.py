@@ -163,33 +163,33 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates: Tensor, w1: Tensor, w2: Tensor, step: _Step) -> Tensor:
         arrived = step.dispatch.carry(x.index_select(0, step.token), step.sent, step.received)
-        rows = arrived.index_select(0, step.grouping)
-        del arrived
-        y = torch.empty_like(rows)
-        hidden = rows.new_empty((len(rows), w1.shape[2])) if step.keep_hidden else rows.new_empty(0)
-        norm = torch.empty(len(rows) if step.kept is not None else 0)
+        y, norm = torch.empty_like(arrived), torch.empty(len(arrived) if step.kept is not None else 0)
+        hidden = arrived.new_empty((len(arrived), w1.shape[2])) if step.keep_hidden else arrived.new_empty(0)
         for slot, whole in step.slices:
             for some in _chunks(whole.start, whole.stop):
-                p = torch.mm(rows[some], w1[slot], out=hidden[some]) if step.keep_hidden else rows[some] @ w1[slot]
+                at = step.grouping[some]
+                rows = arrived.index_select(0, at)  # by chunk: what a product reads next is still in the cache
+                p = torch.mm(rows, w1[slot], out=hidden[some]) if step.keep_hidden else rows @ w1[slot]
                 h = F.gelu(p)
                 if step.kept is not None:
-                    norm[some] = torch.linalg.vector_norm(h, dim=1)
-                torch.mm(h, w2[slot], out=y[some])
-        y = y.index_select(0, step.row_of_arrival)
+                    norm[at] = torch.linalg.vector_norm(h, dim=1).float()
+                y.index_copy_(0, at, h @ w2[slot])
         if step.kept is None:
             returned = step.combine.carry(y, step.received, step.sent)
         else:
-            norm = norm.index_select(0, step.row_of_arrival)
             with step.combine.under_way(norm, step.received, step.sent) as norm:
                 returned = step.combine.carry(y, step.received, step.sent)
-        ctx.save_for_backward(x, gates, rows, w1, w2, hidden, returned, norm)
+        output = torch.zeros_like(x)
+        for some in _chunks(0, len(gates)):
+            output.index_add_(0, step.token[some], returned[some] * gates[some, None])
+        ctx.save_for_backward(x, gates, arrived, w1, w2, hidden, returned, norm)
         ctx.step = step
-        return torch.zeros_like(x).index_add_(0, step.token, returned * gates[:, None])
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         started = time.perf_counter()
-        x, gates, rows, w1, w2, hidden, returned, norm = ctx.saved_tensors
+        x, gates, arrived, w1, w2, hidden, returned, norm = ctx.saved_tensors
         step: _Step = ctx.step
         (dy,) = gradients
         dgates = torch.empty_like(gates)
@@ -198,7 +198,7 @@ class _Experts(torch.autograd.Function):
         if step.kept is None:
             token, send, receive = step.token, step.sent, step.received
             delta = dy.index_select(0, token).mul_(gates[:, None])
-            order, index = step.grouping, None
+            order, kept = step.grouping, None
             delta = step.combine.carry(delta, send, receive)
         else:
             chosen = _choose(dy, x, gates, norm, step)
@@ -210,13 +210,12 @@ class _Experts(torch.autograd.Function):
             with step.combine.under_way(position, send, receive) as position:
                 delta = step.combine.carry(delta, send, receive)
             begins = np.cumsum(step.received) - step.received
-            arrived = position.long() + torch.from_numpy(np.repeat(begins, receive))
-            index, order = torch.sort(step.row_of_arrival[arrived])
+            kept, order = torch.sort(
+                step.row_of_arrival[position.long() + torch.from_numpy(np.repeat(begins, receive))]
+            )
         step.load.num_kept += len(delta)
-        delta = delta.index_select(0, order)  # of kept rows, by slot
-        dinputs, dw1, dw2 = _gradients(delta, index, rows, hidden, w1, w2, step)
+        dinputs, dw1, dw2 = _gradients(delta, order, kept, arrived, hidden, w1, w2, step)
         del delta
-        dinputs = torch.empty_like(dinputs).index_copy_(0, order, dinputs)
         dx = torch.zeros_like(x).index_add_(0, token, step.dispatch.carry(dinputs, receive, send))
         step.load.backward_s += time.perf_counter() - started
         return dx, dgates, dw1, dw2, None
@@ -241,33 +240,41 @@ def _choose(dy: Tensor, x: Tensor, gates: Tensor, norm: Tensor, step: _Step) -> 
 
 
 def _gradients(
-    delta: Tensor, index: Tensor | None, rows: Tensor, hidden: Tensor, w1: Tensor, w2: Tensor, step: _Step
+    delta: Tensor,
+    order: Tensor,
+    kept: Tensor | None,
+    arrived: Tensor,
+    hidden: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    step: _Step,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The products of the backward. delta: [K, d], the output gradients of the rows `index`, int64 [K] ascending, or of all.
-    Returns those of the inputs, [K, d], of w1, and of w2."""
-    inputs = rows if index is None else rows.index_select(0, index)
+    """The products of the backward. delta: [K, d], output gradients as they arrived, those of slot after slot at `order`, int64
+    [K]; kept: the grouped row of each in that order, int64 [K] ascending, None for all rows. Returns the gradients of the
+    inputs, [K, d] in the order of delta, of w1, and of w2."""
     dinputs, dw1, dw2 = torch.empty_like(delta), torch.empty_like(w1), torch.empty_like(w2)
     unused = set(range(len(w1)))
     for slot, all_rows in step.slices:
         first, last = all_rows.start, all_rows.stop
-        if index is not None:
-            first, last = np.searchsorted(index.numpy(), [first, last]).tolist()
+        if kept is not None:
+            first, last = np.searchsorted(kept.numpy(), [first, last]).tolist()
         if first == last:
             continue
         unused.remove(slot)
         for some in _chunks(first, last):
             beta = 0 if some.start == first else 1  # the first product overwrites what was never written
-            x_rows, g = inputs[some], delta[some]
+            rows = step.grouping[some] if kept is None else step.grouping[kept[some]]
+            x, g = arrived.index_select(0, rows), delta.index_select(0, order[some])
             if not step.keep_hidden:
-                p = x_rows @ w1[slot]
-            else:  # gathered by chunk: what a product reads next is still in the cache
-                p = hidden[some] if index is None else hidden.index_select(0, index[some])
+                p = x @ w1[slot]
+            else:
+                p = hidden[some] if kept is None else hidden.index_select(0, kept[some])
             h = F.gelu(p)
             dw2[slot].addmm_(h.T, g, beta=beta)
             del h
             dp = torch.ops.aten.gelu_backward(g @ w2[slot].T, p)
-            dw1[slot].addmm_(x_rows.T, dp, beta=beta)
-            torch.mm(dp, w1[slot].T, out=dinputs[some])
+            dw1[slot].addmm_(x.T, dp, beta=beta)
+            dinputs.index_copy_(0, order[some], dp @ w1[slot].T)
             del p, dp  # nothing of a chunk outlives it
     for slot in unused:  # zeros, never None: an optimizer must see every expert at every step
         dw1[slot].zero_()

@@ -78,7 +78,7 @@ def joint_plan(
 
 def _max_forward(memory: PairMemory, slots: int) -> int:
     """Pairs that a rank with all slots in use can compute, keeping one for the backward."""
-    one_kept = memory.peak_bytes(slots, 0, 0) + memory.retained_bytes + memory.gathered_bytes
+    one_kept = memory.peak_bytes(slots, 0, 1)
     return (memory.free_bytes - one_kept) // memory.forward_bytes
 
 
@@ -147,7 +147,7 @@ def exact_joint_plan(
             held = {cell(y, n, e): float(m.instance_bytes) for e in experts}
             held |= {cell(x, n, e): float(m.forward_bytes) for e in experts}
             add(
-                held | {cell(q, n, e): float(m.retained_bytes + m.gathered_bytes) for e in experts},
+                held | {cell(q, n, e): float(m.retained_bytes) for e in experts},
                 -np.inf,
                 m.free_bytes - m.chunk_bytes,
             )

@@ -227,10 +227,8 @@ class PairMemory:
     """Held from forward to backward for every routed pair."""
     retained_bytes: int
     """Extra for every pair that takes part in the backward: its output gradient and its input gradient."""
-    gathered_bytes: int = 0
-    """Of its input, which is gathered where not all pairs take part."""
     chunk_bytes: int = 0
-    """Alive inside one product: a chunk's hidden rows and the gradients of both sides."""
+    """Alive inside one product: a chunk's rows, its hidden rows and their gradients."""
 
     @classmethod
     def of(
@@ -245,8 +243,7 @@ class PairMemory:
             instance_bytes=4 * width * hidden * itemsize,
             forward_bytes=(2 * width + hidden * keep_hidden + 1) * itemsize + 4,
             retained_bytes=2 * width * itemsize,
-            gathered_bytes=width * itemsize,
-            chunk_bytes=3 * hidden * itemsize * chunk_pairs,
+            chunk_bytes=3 * (hidden + width) * itemsize * chunk_pairs,
         )
 
     def peak_bytes(self, num_hosted: int, num_pairs: int, num_kept: int) -> int:
@@ -256,13 +253,11 @@ class PairMemory:
 
     def backward_bytes(self, num_pairs: int, num_kept: int) -> int:
         """The part that lives in the backward only."""
-        each = self.retained_bytes + (self.gathered_bytes if num_kept < num_pairs else 0)
-        return each * num_kept + self.chunk_bytes
+        return self.retained_bytes * num_kept + self.chunk_bytes
 
     def max_kept(self, num_hosted: int, num_pairs: int) -> int:
         """How many pairs may take part in the backward; negative where not even the forward fits."""
-        free = self.free_bytes - self.peak_bytes(num_hosted, num_pairs, 0)
-        return free // (self.retained_bytes + self.gathered_bytes)
+        return (self.free_bytes - self.peak_bytes(num_hosted, num_pairs, 0)) // self.retained_bytes
 
 
 def budgets(pairs: Int, hosted: Int, seconds_per_pair: Float, target_s: float, memory: Sequence[PairMemory]) -> Int:

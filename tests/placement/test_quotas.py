@@ -134,14 +134,14 @@ def test_top_q_is_the_biased_control() -> None:
 
 
 def test_budgets_follow_time_and_memory() -> None:
-    memory = [PairMemory.of(free_bytes, 16, 32, 4) for free_bytes in (10**9, 60_000)]
+    memory = [PairMemory.of(free_bytes, 16, 32, 4) for free_bytes in (10**9, 50_000)]
     pairs, hosted = np.array([100, 100]), np.array([2, 2])
     quota = budgets(pairs, hosted, np.array([1.0, 2.0]), 60.0, memory)
     assert quota.tolist() == [60, 30]
     assert budgets(pairs, hosted, np.ones(2), 1e9, memory).tolist() == [100, memory[1].max_kept(2, 100)]
-    assert memory[1].peak_bytes(2, 100, memory[1].max_kept(2, 100)) <= 60_000
+    assert memory[1].peak_bytes(2, 100, memory[1].max_kept(2, 100)) <= 50_000
     assert budgets(np.array([0, 3]), hosted, np.ones(2), 0.0, memory).tolist() == [0, 1]
-    with pytest.raises(PlacementError, match=r"rank 1: 2000 pairs .* 60000 are free"):
+    with pytest.raises(PlacementError, match=r"rank 1: 2000 pairs .* 50000 are free"):
         budgets(np.array([1, 2000]), hosted, np.ones(2), 1.0, memory)
 
 

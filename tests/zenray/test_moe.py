@@ -19,7 +19,6 @@ from collectives.transport import LocalTransport, run_local
 from placement.errors import PlacementError
 from placement.experts import POLICIES
 from placement.quotas import SHARES, Retention, sampling_variances
-from placement.split import Ranks
 from zenray.moe import ExpertBalancer
 from zenray.moe_state import ExpertsState, load_experts
 
@@ -163,24 +162,6 @@ def test_micro_batches_add_up_and_recomputed_ones_count_once() -> None:
         found = run_local(2, lambda t, m=micro_batches, r=recompute: body(t, m, r))[0]
         assert found[:2] == expected[:2]
         assert found[2] == pytest.approx(expected[2], rel=1e-4)
-
-
-def test_kept_rows_alone_return_between_nodes_and_the_result_is_the_same() -> None:
-    def body(transport: LocalTransport, nodes: tuple[int, int]) -> tuple[Tensor, int]:
-        ranks = replace(Ranks.equal(2, 7), nodes=nodes)
-        layer, balancer = make(transport, rho=0.3, ranks=ranks)
-        x = batch(0, transport.rank, 2).clone().requires_grad_()
-        balancer.begin(0)
-        y, _ = layer(x)
-        transport.traffic.clear()
-        y.square().sum().backward()
-        assert x.grad is not None
-        return x.grad, transport.traffic.sent_bytes("moe_dispatch")
-
-    apart, together = (run_local(2, lambda t, n=n: body(t, n)) for n in ((0, 1), (0, 0)))
-    for (gradient, sent), (expected, all_sent) in zip(apart, together, strict=True):
-        torch.testing.assert_close(gradient, expected)
-        assert sent < all_sent
 
 
 def test_the_share_in_the_backward_is_chosen_from_what_is_measured() -> None:
