@@ -23,7 +23,7 @@ from jobs.job import Run, run_job
 from jobs.moe_config import MoeConfig
 from jobs.moe_rank import MoePlan, MoeVariant, train_moe
 from jobs.moe_report import Curve, figures, imbalance, plot_balance, plot_load, plot_time_to_loss, retained
-from jobs.record import recorded
+from jobs.record import record_figures, recorded
 from jobs.train_cluster import TrainCluster, shapes_links, train_behind_links, train_cluster, warn_of_temporary_folder
 from placement.quotas import PairTimes
 from zenray.recorder import RunRecord
@@ -80,10 +80,8 @@ def moe(config: MoeConfig, run: Run) -> dict[str, Any]:
         run.say(cluster.description)
         curves, facts = run_group(config, plan, cluster, record, run)
         metrics = conclude(config, plan, curves, facts, cluster, run)
-        numbers = {f"{p}/{k}": v for p, row in metrics["policies"].items() for k, v in row.items()}
-        record.metrics({key: float(v) for key, v in numbers.items() if isinstance(v, int | float)}, config.steps)
-        for name in ("time_to_loss.png", "load.png", "balance.png", "loads.npz"):
-            record.file(run.out / name)
+        files = [run.out / name for name in ("time_to_loss.png", "load.png", "balance.png", "loads.npz")]
+        record_figures(record, metrics["policies"] | metrics["roles"], files)
     return metrics
 
 
@@ -127,6 +125,7 @@ def run_group(
         results = group.run(train, timeout_s=config.timeout_s, on_report=on_report)
     facts["link_bytes_by_rank"] = [result["sent_bytes"] for result in results]
     facts["wire_bytes_by_rank"] = [result["wire_bytes"] for result in results]
+    facts["roles"] = {role["role"]: role for role in results[0]["roles"]}
     return curves, facts
 
 
@@ -180,6 +179,7 @@ def conclude(
     show(policies, below, times, run)
     return {
         "policies": policies,
+        "roles": facts["roles"],
         "below": below,
         "times": asdict(times),
         "link_bits_per_s": link,

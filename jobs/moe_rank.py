@@ -272,7 +272,8 @@ def measure_times(width: int, hidden: int, experts: int, top_k: int, tokens: int
 def train_moe(plan: MoePlan, config: MoeLmConfig, context: WorkerContext) -> dict[str, Any]:
     """Train all variants with all seeds on this rank. Reports: one "facts" record, then one "moe" record a block.
 
-    Returns the bytes that this rank sent to each other rank, and what its network device counted (None on loopback). Each
+    Returns the bytes that this rank sent to each other rank, what its network device counted (None on loopback), and the
+    figures of moe_dispatch and moe_combine over all variants, empty without codecs. Each
     rank keeps to one core, as it would to one device: ranks that move to whichever core is idle show no imbalance.
     """
     with one_core(context.rank):
@@ -324,6 +325,7 @@ def _train(plan: MoePlan, config: MoeLmConfig, context: WorkerContext) -> dict[s
     return {
         "sent_bytes": {"to": sent.tolist(), "all": transport.traffic.sent_bytes() - before},
         "wire_bytes": None if wire is None or after is None else after - wire,
+        "roles": [asdict(channel.record()) for channel in channels or ()],
     }
 
 

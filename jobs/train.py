@@ -321,7 +321,9 @@ def conclude(
         if dense and all(
             choice.scheme == "dense" for choice in schemes
         ):  # rows save copies and updates too, not only bytes
-            metrics["ceiling"] = show_ceiling(dense["role"], metrics["comparison"], run)
+            computing = mine[BASELINE]["compute_s"] * log.steps_per_s(BASELINE)
+            metrics["exposed_share"] = max(0.0, 1 - computing)
+            metrics["ceiling"] = show_ceiling(metrics["exposed_share"], comparison.bytes_ratio, run)
         metrics["loss_spread"] = show_spread(variants, run)
     return metrics
 
@@ -348,15 +350,14 @@ def show_codecs(dense: Mapping[str, Mapping[str, Any]], log: TrainingLog, run: R
             run.say(f"event: {name}: {event}")
 
 
-def show_ceiling(role: Mapping[str, Any], comparison: Mapping[str, Any], run: Run) -> float | None:
-    """What the exposed share allows: 1 / ((1 - f) + f / r), r being how many times fewer bytes are sent."""
-    f, r = role["exposed_share"], comparison["bytes_ratio"]
+def show_ceiling(f: float, r: float, run: Run) -> float | None:
+    """What the exposed share f of a stock step allows: 1 / ((1 - f) + f / r), r being how many times fewer bytes are sent."""
     if not f or not r > 0:
         return None
     ceiling = 1 / ((1 - f) + f / r)
     run.say(
-        f"{f:.0%} of a plain step is communication that backward does not hide; with {r:.1f} times fewer bytes the bound is "
-        f"{ceiling:.2f} times the steps per second"
+        f"{f:.1%} of a stock step is communication that backward does not hide (the rest is its length without any); with "
+        f"{r:.1f} times fewer bytes the bound is {ceiling:.2f} times the steps per second"
     )
     return float(ceiling)
 

@@ -61,6 +61,8 @@ SCHEDULES: Mapping[str, Callable[[int, int], float]] = {"constant": lambda step,
 
 
 PROBE_BYTES = 16 << 20
+ALONE_STEPS = 9
+"""Steps without communication that show what of a step is computation."""
 
 
 class Workload(Protocol):
@@ -324,13 +326,28 @@ class Trainer:
                 "segments": [asdict(row) for row in hook.segments()],
                 "events": hook.events(),
             }
-        return {
+        found = {
             "held_out_loss": self.workload.evaluate(module) if self.context.rank == 0 else None,
             "parameters_sha256": digest_of({name: digest(p) for name, p in parameters.items()}),
             "num_parameters": sum(p.numel() for p in parameters.values()),
             "records": records,
             "dense": dense,
         }
+        if self.variant.policy is None and self.variant.hook is None:
+            found["compute_s"] = self.compute_seconds()
+        return found
+
+    def compute_seconds(self) -> float:
+        """Of a step without communication, of the slowest rank, a median; a collective call. The model is a replica no more."""
+        idle = Copies(None, each_update=False)
+        for _ in range(ALONE_STEPS):
+            dist.barrier()
+            with self.ddp.no_sync():
+                self.step(idle)
+        seconds = torch.tensor(self.seconds[-ALONE_STEPS:], dtype=torch.float64)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        self.losses, self.seconds = [], []
+        return float(seconds.median())
 
 
 def interface_tx_bytes() -> int | None:

@@ -130,8 +130,8 @@ def test_a_checkpoint_holds_the_synchronisers_state_as_tensors_and_json() -> Non
 
 def test_bound_and_spread_are_computed_from_the_run(tmp_path: Path) -> None:
     run = Run("train", tmp_path, {})
-    assert show_ceiling({"exposed_share": 0.9}, {"bytes_ratio": 7.0}, run) == pytest.approx(1 / (0.1 + 0.9 / 7))
-    assert show_ceiling({"exposed_share": 0.0}, {"bytes_ratio": 7.0}, run) is None
+    assert show_ceiling(0.9, 7.0, run) == pytest.approx(1 / (0.1 + 0.9 / 7))
+    assert show_ceiling(0.0, 7.0, run) is None
     losses = {"zenray": 2.1, "ddp_dense": 2.0, "ddp_dense_seed1": 2.2}
     figures = {name: {"held_out_loss": loss} for name, loss in losses.items()}
     spread = show_spread(figures, run)

@@ -150,7 +150,7 @@ def run_job(tmp_path: Path, environment: dict[str, str], *overrides: str) -> tup
 
 def test_the_whole_job(ray_head, tmp_path) -> None:
     policies = ["lrmoe", "symi_cap", "symi_dropless", "llep", "lrmoe_topq"]
-    metrics, output = run_job(tmp_path, ray_head, "ranks=2", "slots=4", f"policies={','.join(policies)}")
+    metrics, output = run_job(tmp_path, ray_head, "ranks=2", "slots=4", "codecs=auto", f"policies={','.join(policies)}")
     assert set(metrics["policies"]) == set(policies)
     for row in metrics["policies"].values():
         for key in ("moe_time_to_loss_s", "moe_wall_to_loss_s", "steps_to_loss"):
@@ -171,6 +171,7 @@ def test_the_whole_job(ray_head, tmp_path) -> None:
     recorded = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
     assert set(policies) < set(recorded)
     parent = recorded["moe"]
+    assert parent.data.metrics["moe_dispatch/raw_bytes"] == metrics["roles"]["moe_dispatch"]["raw_bytes"] > 0
     assert all(recorded[p].data.tags["mlflow.parentRunId"] == parent.info.run_id for p in policies)
     assert len(client.get_metric_history(recorded["lrmoe"].info.run_id, "loss")) == 12
     counts = np.load(tmp_path / "out" / "loads.npz")["counts"]
