@@ -273,8 +273,8 @@ def train_moe(plan: MoePlan, config: MoeLmConfig, context: WorkerContext) -> dic
     """Train all variants with all seeds on this rank. Reports: one "facts" record, then one "moe" record a block.
 
     Returns the bytes that this rank sent to each other rank, what its network device counted (None on loopback), and the
-    figures of moe_dispatch and moe_combine over all variants, empty without codecs. Each
-    rank keeps to one core, as it would to one device: ranks that move to whichever core is idle show no imbalance.
+    figures of moe_dispatch and moe_combine over all variants, empty without codecs. Each rank keeps to one core, as it would
+    to one device: ranks that move to whichever core is idle show no imbalance.
     """
     with one_core(context.rank):
         return _train(plan, config, context)

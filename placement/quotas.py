@@ -157,14 +157,15 @@ def select(
     return Kept(index, 1 / pi[index], num_nonfinite)
 
 
-def by_source(kept: Int, pairs: Int) -> Int:
-    """Whose pairs the kept ones of each rank are: int64 [N, N] by (source, computing rank), in proportion to `pairs`
-    (int64, alike), the largest remainders rounded up. kept: int64 [N], at most what each rank computes."""
+def by_source(kept: Int, pairs: Int, start: Int) -> Int:
+    """Whose pairs the kept ones of each rank are: int64 [N, N] by (source, computing rank), each the floor or the ceiling of
+    its share in proportion to `pairs` (int64, alike), drawn by systematic sampling so that its mean is that share.
+
+    kept: int64 [N], at most what each rank computes. start: int64 [N], the draw, from 0 to below what each rank computes.
+    """
     computed = np.maximum(pairs.sum(0), 1)
-    share, remainder = np.divmod(kept * pairs, computed)
-    missing = kept - share.sum(0)
-    rank_of = np.argsort(np.argsort(-remainder, axis=0, kind="stable"), axis=0)
-    return np.asarray(share + (rank_of < missing))
+    upto = (np.cumsum(kept * pairs, axis=0) + start) // computed
+    return np.asarray(np.diff(upto, axis=0, prepend=0))
 
 
 def walk_of(expert: Int, place: Int | None) -> Int:

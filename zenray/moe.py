@@ -94,6 +94,9 @@ class _Layer:
     """What sampling adds on this rank, float64 [SHARES, E]; counted on steps of a choice."""
     quotas: Int
     """int64 [SHARES, N]: pairs of this rank that each rank would keep of the micro-batch; counted on steps of a choice."""
+    factor: Float
+    """float64 [N]: 1 over the chance that any of this rank's pairs is kept there, which is below 1 where less than one is its
+    share."""
     counted: bool = False
     """Whether this micro-batch is in the step's load: a forward that is recomputed must not count twice."""
 
@@ -166,6 +169,7 @@ class ExpertBalancer:
                     memory,
                     np.zeros((len(SHARES), self.num_experts)),
                     np.zeros((len(SHARES), transport.size), np.int64),
+                    np.ones(transport.size),
                 )
             )
             layer.plan, layer.select = self._planner(index), self._selector(index)
@@ -281,9 +285,13 @@ class ExpertBalancer:
             memory = replace(item.memory, free_bytes=self.free_bytes // len(self.layers))
             unlimited = np.ones(len(x))
             kept = np.minimum(kept, budgets(x, hosted, unlimited, float(x.max(initial=0)), [memory] * len(x)))
+        rank = self.transport.rank
+        key = [self.seed, self.step_index, self.micro_batch, index]  # the same on all ranks
+        start = np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).integers(0, np.maximum(x, 1))
+        share = kept * sent[rank] / np.maximum(x, 1)
+        item.factor = np.divide(1, share, out=np.ones(len(x)), where=(share > 0) & (share < 1))
         if self.choosing:
-            rank = self.transport.rank
-            item.quotas = np.array([by_source(self._retained(x, share), sent)[rank] for share in SHARES])
+            item.quotas = np.array([by_source(self._retained(x, share), sent, start)[rank] for share in SHARES])
         if not item.counted:
             item.counted = True
             self.load.counts[index] += w
@@ -291,7 +299,7 @@ class ExpertBalancer:
             self.load.pairs[index] += x
             self.load.kept[index] += kept
             self.load.peak_bytes = max(self.load.peak_bytes, self._peak_bytes(hosted))
-        return None if (kept == x).all() and not self.choosing else by_source(kept, sent)
+        return None if (kept == x).all() and not self.choosing else by_source(kept, sent, start)
 
     def _retained(self, x: Int, rho: float) -> Int:
         """Pairs that each rank keeps: rho of all, shared out by speed. x: int64 [N], the pairs it computes."""
@@ -313,7 +321,7 @@ class ExpertBalancer:
             if self.choosing and len(pairs.scores):
                 self.layers[index].variance += self._variance(pairs, self.layers[index].quotas)
             scores, expert, place = pairs.scores.numpy(), pairs.expert.numpy(), pairs.place.numpy()
-            found: list[Kept] = []
+            found, factor = list[Kept](), self.layers[index].factor
             ends = np.cumsum(pairs.count)
             for target, (start, stop, quota) in enumerate(zip(ends - pairs.count, ends, pairs.kept, strict=True)):
                 run = slice(int(start), int(stop))
@@ -324,7 +332,7 @@ class ExpertBalancer:
                     even = scores[run] if self.sampler == "scored" else np.ones(run.stop - run.start)
                     kept = select(even, expert[run], self.num_experts, int(quota), key, place[run])
                 self.load.num_nonfinite += kept.num_nonfinite
-                found.append(replace(kept, index=kept.index + start))
+                found.append(replace(kept, index=kept.index + start, weight=kept.weight * factor[target]))
             chosen, weight = np.concatenate([k.index for k in found]), np.concatenate([k.weight for k in found])
             return Selection(torch.from_numpy(chosen), torch.from_numpy(weight))
 

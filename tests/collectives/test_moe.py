@@ -20,7 +20,7 @@ from collectives.expert_state import ExpertState
 from collectives.moe import COMBINE, DISPATCH, MoELayer, Routes, ScoredPairs, Selection, Selector, places
 from collectives.transport import LocalGroup, LocalTransport, run_local
 from placement.experts import POLICIES
-from placement.quotas import PairMemory, by_source
+from placement.quotas import PairMemory
 from placement.quotas import select as draw
 from placement.split import Ranks, token_map
 
@@ -58,7 +58,7 @@ def planner(policy: str, num_ranks: int, slots: int, quota: int | None = None) -
         hosts = POLICIES[policy].hosts(np.arange(EXPERTS)[None] % 3 + 1, ranks, None)
         split = POLICIES[policy].split(hosts, counts.sum(0), ranks)
         pairs = token_map(counts, split.pairs, ranks)
-        kept = None if quota is None else by_source(np.minimum(quota, pairs.sum((0, 2))), pairs.sum(2))
+        kept = None if quota is None else np.minimum(quota, pairs.sum(2))
         return Routes(pairs, hosts, kept)
 
     return plan
@@ -157,7 +157,7 @@ def sampler(draw_number: int, rank: int) -> Selector:
 
 
 def test_the_sampled_backward_is_unbiased_keeps_its_quota_and_sends_less() -> None:
-    size, slots, draws, quota = 2, 5, 300, 6
+    size, slots, draws, quota = 2, 5, 300, 3  # of each rank's pairs at each rank
     parts = tokens(size)
 
     def one(transport: LocalTransport, draw_number: int | None) -> tuple[Tensor, Tensor, dict[str, int], int]:
@@ -180,12 +180,12 @@ def test_the_sampled_backward_is_unbiased_keeps_its_quota_and_sends_less() -> No
             error = (values.mean(0) - full[rank][which]).abs()
             allowed = 4.5 * values.std(0) / np.sqrt(draws) + 1e-9
             assert (error <= allowed).float().mean() > 0.995
-        assert {s[rank][3] for s in sampled} == {quota}
+        assert {s[rank][3] for s in sampled} == {size * quota}
     again = run_local(size, lambda t: one(t, 0))
     torch.testing.assert_close(again[0][0], sampled[0][0][0], rtol=0, atol=0)
     row_bytes = WIDTH * 8
     for phase, beside in ((DISPATCH, 0), (COMBINE, 4)):  # with each output gradient the place of its row
-        assert max(r[2][phase] for s in sampled for r in s) <= quota * (row_bytes + beside)
+        assert max(r[2][phase] for s in sampled for r in s) <= size * quota * (row_bytes + beside)
         assert sum(r[2][phase] for r in sampled[0]) < 0.6 * sum(r[2][phase] for r in full)
 
 

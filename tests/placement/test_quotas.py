@@ -13,6 +13,7 @@ from placement.quotas import (
     PairTimes,
     Retention,
     budgets,
+    by_source,
     common_target,
     floor_scores,
     inclusion,
@@ -131,6 +132,22 @@ def test_top_q_is_the_biased_control() -> None:
     kept = top_q(SCORES, 2)
     assert kept.index.tolist() == [0, 1]
     assert kept.weight.tolist() == [1, 1]
+
+
+def test_kept_pairs_are_shared_out_exactly_and_each_source_gets_its_share_on_average() -> None:
+    rng = np.random.default_rng(3)
+    for size in (1, 2, 5, 8):
+        pairs = rng.integers(0, 40, (size, size)) * rng.integers(0, 2, (size, size))
+        computed = pairs.sum(0)
+        kept = np.array([rng.integers(0, total + 1) for total in computed])
+        draws = np.zeros((size, size))
+        for number in range(int(computed.max(initial=1))):
+            start = np.array([number % max(1, total) for total in computed])
+            drawn = by_source(kept, pairs, start)
+            assert (drawn.sum(0) == kept).all()
+            assert ((drawn >= 0) & (drawn <= pairs)).all()
+            draws += drawn * (number < computed)
+        np.testing.assert_allclose(draws, kept * pairs, err_msg="over all starts")
 
 
 def test_budgets_follow_time_and_memory() -> None:

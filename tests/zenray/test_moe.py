@@ -206,6 +206,35 @@ def test_the_measured_norms_are_those_of_the_full_gradient(size: int) -> None:
     assert whole == pytest.approx(run_local(1, lambda t: body(t, 1.0))[0][0], rel=1e-3)
 
 
+def test_a_budget_of_less_than_one_pair_a_source_leaves_the_gradient_unbiased() -> None:
+    """Four ranks keep one pair each, of four sources: each source takes its turn, with weights that count for the others."""
+    size, draws = 4, 400
+
+    def body(transport: LocalTransport) -> np.ndarray:
+        layer, balancer = make(transport, rho=0.05)
+        x = batch(0, transport.rank, size)
+
+        def gradient(step: int, rho: float) -> Tensor:
+            balancer.retention = replace(balancer.retention, rho=rho)
+            balancer.begin(step)
+            layer(x)[0].square().sum().backward()
+            balancer.reduce_gradients()
+            layer.zero_grad()
+            assert rho == 1 or (balancer.load.kept == 1).all()
+            return balancer.layers[0].state.gradient.clone()
+
+        exact = gradient(0, 1.0)
+        return np.array(
+            [float((gradient(draw, 0.05) * exact).sum()) for draw in range(draws)] + [float(exact.square().sum())]
+        )
+
+    found = np.sum(run_local(size, body), axis=0)  # each rank holds its part of every expert's gradient
+    along = found[:-1] / found[-1]
+    error = along.std() / np.sqrt(draws)
+    assert error < 0.1
+    assert abs(along.mean() - 1) < 4 * error
+
+
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 def test_the_estimated_variance_is_that_of_many_draws(spread: float) -> None:
     """Pairs that contribute alike: far less than independent draws would add. Pairs that do not: about as much."""
