@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from collectives import movement
 from collectives.channel import Channel, RoleRecord
@@ -36,21 +37,6 @@ DISPATCH, COMBINE, COUNTS = "moe_dispatch", "moe_combine", "moe_counts"
 PLACE_BITS = 12
 CHUNK_PAIRS = 1024
 """Pairs of one expert that are computed at once: bounds the activations that live only inside a product."""
-
-
-@dataclass(frozen=True)
-class Routes:
-    """pairs[m, n, e]: how many of its pairs of expert e rank m sends to rank n, int64 [N, N, E]; slots: int32 [N, s].
-
-    kept[m, n]: how many of the pairs of rank m that rank n computes count in the backward, int64 [N, N]; None: all, and
-    nothing is selected. drop_key: None for plans that route every pair. With a key, pairs that the plan does not route are
-    dropped, chosen at random by the key, and add nothing to their tokens (capacity limits, as in Switch Transformer).
-    """
-
-    pairs: np.ndarray
-    slots: np.ndarray
-    kept: np.ndarray | None = None
-    drop_key: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +67,22 @@ class ScoredPairs:
 
 Selector = Callable[[ScoredPairs], Selection]
 """Which pairs take part. See placement.quotas."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """pairs[m, n, e]: how many of its pairs of expert e rank m sends to rank n, int64 [N, N, E]; slots: int32 [N, s].
+
+    kept[m, n]: how many of the pairs of rank m that rank n computes count in the backward, int64 [N, N]; None: all. select:
+    which, where kept is given. drop_key: None for plans that route every pair. With a key, pairs that the plan does not route
+    are dropped, chosen at random by the key, and add nothing to their tokens (capacity limits, as in Switch Transformer).
+    """
+
+    pairs: np.ndarray
+    slots: np.ndarray
+    kept: np.ndarray | None = None
+    select: Selector | None = None
+    drop_key: tuple[int, ...] | None = None
 
 
 def channels_for(policy: SyncPolicy, transport: Transport) -> tuple[Channel, Channel]:
@@ -173,7 +175,7 @@ class _Experts(torch.autograd.Function):
                 h = F.gelu(p)
                 if step.kept is not None:
                     norm[at] = torch.linalg.vector_norm(h, dim=1).float()
-                y.index_copy_(0, at, h @ w2[slot])
+                y.index_copy_(0, at, (h @ w2[slot]).to(y.dtype))  # under autocast a product is narrower
         if step.kept is None:
             returned = step.combine.carry(y, step.received, step.sent)
         else:
@@ -187,6 +189,7 @@ class _Experts(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         started = time.perf_counter()
         x, gates, arrived, w1, w2, hidden, returned, norm = ctx.saved_tensors
@@ -335,10 +338,10 @@ class LayerLoad:
 class MoELayer(nn.Module):
     """Token-choice experts spread over the ranks of `transport`.
 
-    plan: from A int64 [N, E] (pairs by the token's rank) to Routes, the same on all ranks. select: which pairs take part in the
-    backward where the routes keep some only. keep_hidden=False recomputes the hidden activations in the backward and holds
-    less memory. The weights of a slot are those of logical expert `slots[rank, slot]`; `collectives.expert_state` keeps them
-    so. channels: codecs of dispatch and combine, see `channels_for`; None sends rows as they are.
+    plan: from A int64 [N, E] (pairs by the token's rank) to Routes, the same on all ranks; called anew where the forward is
+    recomputed. keep_hidden=False recomputes the hidden activations in the backward and holds less memory. The weights of a
+    slot are those of logical expert `slots[rank, slot]`; `collectives.expert_state` keeps them so. channels: codecs of
+    dispatch and combine, see `channels_for`; None sends rows as they are.
     """
 
     def __init__(
@@ -351,14 +354,13 @@ class MoELayer(nn.Module):
         *,
         transport: Transport,
         plan: Callable[[np.ndarray], Routes],
-        select: Selector | None = None,
         keep_hidden: bool = True,
         bias_rate: float = 0.0,
         channels: tuple[Channel, Channel] | None = None,
     ):
         super().__init__()
         self.channels: tuple[Channel | None, Channel | None] = channels or (None, None)
-        self.num_experts, self.transport, self.plan, self.select = num_experts, transport, plan, select
+        self.num_experts, self.transport, self.plan = num_experts, transport, plan
         self.keep_hidden = keep_hidden
         self.router = TopKRouter(width, num_experts, top_k, bias_rate=bias_rate)
         self.w1 = nn.Parameter(torch.zeros(num_slots, width, hidden))
@@ -413,7 +415,7 @@ class MoELayer(nn.Module):
             slices=slices,
             grouping=torch.from_numpy(grouping),
             row_of_arrival=torch.from_numpy(row_of_arrival),
-            select=self.select,
+            select=routes.select,
             planes=self.planes,
             load=self.load,
             keep_hidden=self.keep_hidden,

@@ -78,8 +78,9 @@ def joint_plan(
 
 def _max_forward(memory: PairMemory, slots: int) -> int:
     """Pairs that a rank with all slots in use can compute, keeping one for the backward."""
-    one_kept = memory.peak_bytes(slots, 0, 1)
-    return (memory.free_bytes - one_kept) // memory.forward_bytes
+    free = memory.free_bytes - memory.resident_bytes(slots, 0)
+    one_kept = free - memory.passing_bytes(0, 1)
+    return min(one_kept // memory.forward_bytes, free // (memory.forward_bytes + memory.output_bytes))
 
 
 def _scores_by_rank(pairs: Int, scores: Sequence[Float]) -> list[list[Float]]:
@@ -144,13 +145,12 @@ def exact_joint_plan(
         add({cell(q, n, e): float(backward_s[n]) for e in experts} | {backward: -1.0}, -np.inf, 0)
         if memory is not None:
             m = memory[n]
-            held = {cell(y, n, e): float(m.instance_bytes) for e in experts}
-            held |= {cell(x, n, e): float(m.forward_bytes) for e in experts}
-            add(
-                held | {cell(q, n, e): float(m.retained_bytes) for e in experts},
-                -np.inf,
-                m.free_bytes - m.chunk_bytes,
-            )
+            hosted = {cell(y, n, e): float(m.instance_bytes) for e in experts}
+            computed = {cell(x, n, e): float(m.forward_bytes) for e in experts}
+            leaving = {cell(x, n, e): float(m.forward_bytes + m.output_bytes) for e in experts}
+            kept_too = {cell(q, n, e): float(m.retained_bytes) for e in experts}
+            add(hosted | leaving, -np.inf, m.free_bytes)
+            add(hosted | computed | kept_too, -np.inf, m.free_bytes - m.chunk_bytes)
     num_variables = backward + 1
     cost = np.zeros(num_variables)
     cost[[forward, backward]] = 1

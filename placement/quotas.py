@@ -24,6 +24,8 @@ from placement.split import Int
 Float = NDArray[np.float64]
 SCORE_FLOOR = 1e-3
 """Smallest score of a pair, as a share of its expert's mean: bounds the weights at 1000 times the typical one."""
+_CERTAIN = 1e9
+"""A score so many times the largest is kept in any quota of at least one."""
 _ONE_BITS = 40
 _ONE = 1 << _ONE_BITS
 """Probability 1 in fixed point."""
@@ -40,7 +42,7 @@ class Kept:
     weight: Float
     """float64 [K] = 1/pi: what the gradient of a kept pair is multiplied with."""
     num_nonfinite: int
-    """Scores that were NaN or infinite; those pairs count as the largest of the rank."""
+    """Scores that were NaN or infinite; those pairs are kept before all others, so that the gradient shows them."""
 
 
 def floor_scores(scores: Float, expert: Int, num_experts: int) -> tuple[Float, int]:
@@ -64,7 +66,7 @@ def _floor_scores(scores, expert, num_experts):  # type: ignore[no-untyped-def]
     total = np.zeros(num_experts)
     count = np.zeros(num_experts, np.int64)
     for i in range(len(scores)):
-        value = scores[i] if np.isfinite(scores[i]) else (largest if largest > 0 else 1.0)
+        value = scores[i] if np.isfinite(scores[i]) else _CERTAIN * (largest if largest > 0 else 1.0)
         floored[i] = value
         total[expert[i]] += value
         count[expert[i]] += 1
@@ -79,7 +81,7 @@ def _floor_scores(scores, expert, num_experts):  # type: ignore[no-untyped-def]
     return floored, num_nonfinite
 
 
-def inclusion(scores: Float, quota: int) -> Float:
+def inclusion(scores: Float, quota: float) -> Float:
     """pi = min(1, tau * score) with sum(pi) = quota: the unbiased design of smallest variance. Scores must be > 0."""
     if quota >= len(scores):
         return np.ones(len(scores))
@@ -197,7 +199,7 @@ def top_q(scores: Float, quota: int) -> Kept:
     return Kept(index, np.ones(len(index)), 0)
 
 
-def sampling_variances(scores: Float, quota: int, expert: Int, num_experts: int) -> Float:
+def sampling_variances(scores: Float, quota: float, expert: Int, num_experts: int) -> Float:
     """V(q) = sum of c^2 (1/pi - 1) over the pairs of each expert, float64 [E]: what keeping `quota` pairs costs if they are
     drawn independently of what they contribute. Each falls in q. Scores must be > 0.
     """
@@ -228,6 +230,8 @@ class PairMemory:
     """Held from forward to backward for every routed pair."""
     retained_bytes: int
     """Extra for every pair that takes part in the backward: its output gradient and its input gradient."""
+    output_bytes: int = 0
+    """Of every routed pair's output, while it travels in the forward."""
     chunk_bytes: int = 0
     """Alive inside one product: a chunk's rows, its hidden rows and their gradients."""
 
@@ -244,21 +248,27 @@ class PairMemory:
             instance_bytes=4 * width * hidden * itemsize,
             forward_bytes=(2 * width + hidden * keep_hidden + 1) * itemsize + 4,
             retained_bytes=2 * width * itemsize,
+            output_bytes=width * itemsize,
             chunk_bytes=3 * (hidden + width) * itemsize * chunk_pairs,
         )
 
     def peak_bytes(self, num_hosted: int, num_pairs: int, num_kept: int) -> int:
         """Bytes in use at the worst moment."""
-        resident = self.instance_bytes * num_hosted + self.forward_bytes * num_pairs
-        return resident + self.backward_bytes(num_pairs, num_kept)
+        return self.resident_bytes(num_hosted, num_pairs) + self.passing_bytes(num_pairs, num_kept)
 
-    def backward_bytes(self, num_pairs: int, num_kept: int) -> int:
-        """The part that lives in the backward only."""
-        return self.retained_bytes * num_kept + self.chunk_bytes
+    def resident_bytes(self, num_hosted: int, num_pairs: int) -> int:
+        """Between forward and backward."""
+        return self.instance_bytes * num_hosted + self.forward_bytes * num_pairs
+
+    def passing_bytes(self, num_pairs: int, num_kept: int) -> int:
+        """What lives at the end of the forward only, or in the backward only."""
+        return max(self.output_bytes * num_pairs, self.retained_bytes * num_kept + self.chunk_bytes)
 
     def max_kept(self, num_hosted: int, num_pairs: int) -> int:
         """How many pairs may take part in the backward; negative where not even the forward fits."""
-        return (self.free_bytes - self.peak_bytes(num_hosted, num_pairs, 0)) // self.retained_bytes
+        if self.peak_bytes(num_hosted, num_pairs, 0) > self.free_bytes:
+            return -1
+        return (self.free_bytes - self.resident_bytes(num_hosted, num_pairs) - self.chunk_bytes) // self.retained_bytes
 
 
 def budgets(pairs: Int, hosted: Int, seconds_per_pair: Float, target_s: float, memory: Sequence[PairMemory]) -> Int:

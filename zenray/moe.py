@@ -12,6 +12,7 @@ budgets and draws are functions of counts and (seed, step, micro-batch, layer, r
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -92,11 +93,6 @@ class _Layer:
     memory: PairMemory
     variance: Float
     """What sampling adds on this rank, float64 [SHARES, E]; counted on steps of a choice."""
-    quotas: Int
-    """int64 [SHARES, N]: pairs of this rank that each rank would keep of the micro-batch; counted on steps of a choice."""
-    factor: Float
-    """float64 [N]: 1 over the chance that any of this rank's pairs is kept there, which is below 1 where less than one is its
-    share."""
     counted: bool = False
     """Whether this micro-batch is in the step's load: a forward that is recomputed must not count twice."""
 
@@ -168,11 +164,9 @@ class ExpertBalancer:
                     first.slots[index],
                     memory,
                     np.zeros((len(SHARES), self.num_experts)),
-                    np.zeros((len(SHARES), transport.size), np.int64),
-                    np.ones(transport.size),
                 )
             )
-            layer.plan, layer.select = self._planner(index), self._selector(index)
+            layer.plan = self._planner(index)
             self._initialise(index)
             state.push_weights(first.slots[index])
 
@@ -266,40 +260,49 @@ class ExpertBalancer:
             if self.rule.name == "llep":
                 item.slots = _slots_of(split.pairs, self.book.current.slots[index])
                 item.state.push_weights(item.slots)
-            key = None
-            if split.dropped.any():
+            # The same on all ranks, and wherever this forward is computed again; not the number of the micro-batch, which
+            # is another one by the time of a backward that follows several forwards.
+            key = (self.seed, self.step_index, index, zlib.crc32(a.tobytes()))
+            drops = bool(split.dropped.any())
+            if drops:
                 a = _surviving(a, w - split.dropped)
-                key = (self.seed, self.step_index, self.micro_batch, index, self.transport.rank)
             pairs = token_map(a, split.pairs, self.ranks)
-            kept = self._count(index, w, pairs)
-            return Routes(pairs, item.slots, kept, key)
+            kept, select = self._count(index, w, pairs, key)
+            return Routes(pairs, item.slots, kept, select, (*key, self.transport.rank) if drops else None)
 
         return plan
 
-    def _count(self, index: int, w: Int, pairs: Int) -> Int | None:
-        """What this micro-batch adds to the step's load; returns the pairs that count in its backward, see `Routes.kept`."""
-        item, sent = self.layers[index], pairs.sum(2)
-        x, hosted = sent.sum(0), (item.slots >= 0).sum(1)
+    def _count(self, index: int, w: Int, pairs: Int, key: tuple[int, ...]) -> tuple[Int, Selector] | tuple[None, None]:
+        """What this micro-batch adds to the step's load; returns what of it counts in the backward, see `Routes`."""
+        item, sent, rank = self.layers[index], pairs.sum(2), self.transport.rank
+        x, home, hosted = sent.sum(0), sent.sum(1), (item.slots >= 0).sum(1)
+        start = np.random.Generator(np.random.Philox(np.random.SeedSequence(list(key)))).integers(0, np.maximum(x, 1))
         kept = self._retained(x, self.retention.rho)
+        by_home = by_source(kept, sent, start)
         if self.free_bytes is not None:
-            memory = replace(item.memory, free_bytes=self.free_bytes // len(self.layers))
-            unlimited = np.ones(len(x))
-            kept = np.minimum(kept, budgets(x, hosted, unlimited, float(x.max(initial=0)), [memory] * len(x)))
-        rank = self.transport.rank
-        key = [self.seed, self.step_index, self.micro_batch, index]  # the same on all ranks
-        start = np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).integers(0, np.maximum(x, 1))
-        share = kept * sent[rank] / np.maximum(x, 1)
-        item.factor = np.divide(1, share, out=np.ones(len(x)), where=(share > 0) & (share < 1))
-        if self.choosing:
-            item.quotas = np.array([by_source(self._retained(x, share), sent, start)[rank] for share in SHARES])
+            memory, rows = replace(item.memory, free_bytes=self.free_bytes // len(self.layers)), np.maximum(x, home)
+            limits = budgets(rows, hosted, np.ones(len(x)), float(rows.max(initial=0)), [memory] * len(x))
+            kept = np.minimum(kept, limits)
+            by_home = by_source(kept, sent, start)
+            if (by_home.sum(1) > limits).any():  # rows of kept pairs fill the ranks of their tokens as well
+                fits = float(((limits - len(x)) / np.maximum(by_home.sum(1), 1)).min())
+                kept = np.minimum(x, np.maximum(1, np.floor(kept * max(0.0, fits)).astype(np.int64)))
+                by_home = by_source(kept, sent, start)
         if not item.counted:
             item.counted = True
             self.load.counts[index] += w
             self.load.dropped += int(w.sum() - x.sum())
             self.load.pairs[index] += x
             self.load.kept[index] += kept
+            self.rows[index], self.kept_rows[index] = np.maximum(x, home), np.maximum(kept, by_home.sum(1))
             self.load.peak_bytes = max(self.load.peak_bytes, self._peak_bytes(hosted))
-        return None if (kept == x).all() and not self.choosing else by_source(kept, sent, start)
+        if (kept == x).all() and not self.choosing:
+            return None, None
+        share = sent[rank] / np.maximum(x, 1)
+        chance = np.clip(kept * share, 0, 1)
+        factor = np.divide(1, chance, out=np.ones(len(x)), where=chance > 0)
+        expected = np.array([self._retained(x, of_all) * share for of_all in SHARES]) if self.choosing else None
+        return by_home, self._selector(index, (*key, rank), factor, expected)
 
     def _retained(self, x: Int, rho: float) -> Int:
         """Pairs that each rank keeps: rho of all, shared out by speed. x: int64 [N], the pairs it computes."""
@@ -310,27 +313,30 @@ class ExpertBalancer:
         return np.asarray(np.minimum(x, np.maximum(1, quota)))
 
     def _peak_bytes(self, hosted: Int) -> int:
-        """Of the fullest rank: forward activations of all layers, the backward of one."""
-        memory, load = self.layers[0].memory, self.load
-        resident = len(self.layers) * memory.instance_bytes * hosted + memory.forward_bytes * load.pairs.sum(0)
-        backward = np.vectorize(memory.backward_bytes, otypes=[np.int64])(load.pairs, load.kept)
-        return int((resident + backward.max(0)).max())
+        """Of the fullest rank in one micro-batch: activations of all layers, the rest of the forward or the backward of one."""
+        memory = self.layers[0].memory
+        resident = len(self.layers) * memory.instance_bytes * hosted + memory.forward_bytes * self.rows.sum(0)
+        passing = np.vectorize(memory.passing_bytes, otypes=[np.int64])(self.rows, self.kept_rows)
+        return int((resident + passing.max(0)).max())
 
-    def _selector(self, index: int) -> Selector:
+    def _selector(self, index: int, key: tuple[int, ...], factor: Float, expected: Float | None) -> Selector:
+        """Of one forward. factor: float64 [N], 1 over the chance that any of this rank's pairs is kept there, which is below 1
+        where less than one is its share. expected: float64 [SHARES, N], pairs of this rank kept at each share; on steps of a
+        choice."""
+
         def select_pairs(pairs: ScoredPairs) -> Selection:
-            if self.choosing and len(pairs.scores):
-                self.layers[index].variance += self._variance(pairs, self.layers[index].quotas)
+            if expected is not None and len(pairs.scores):
+                self.layers[index].variance += self._variance(pairs, expected)
             scores, expert, place = pairs.scores.numpy(), pairs.expert.numpy(), pairs.place.numpy()
-            found, factor = list[Kept](), self.layers[index].factor
+            found: list[Kept] = []
             ends = np.cumsum(pairs.count)
             for target, (start, stop, quota) in enumerate(zip(ends - pairs.count, ends, pairs.kept, strict=True)):
                 run = slice(int(start), int(stop))
                 if self.sampler == "top_q":
                     kept = top_q(scores[run], int(quota))
                 else:
-                    key = (self.seed, self.step_index, self.micro_batch, index, self.transport.rank, target)
                     even = scores[run] if self.sampler == "scored" else np.ones(run.stop - run.start)
-                    kept = select(even, expert[run], self.num_experts, int(quota), key, place[run])
+                    kept = select(even, expert[run], self.num_experts, int(quota), (*key, target), place[run])
                 self.load.num_nonfinite += kept.num_nonfinite
                 found.append(replace(kept, index=kept.index + start, weight=kept.weight * factor[target]))
             chosen, weight = np.concatenate([k.index for k in found]), np.concatenate([k.weight for k in found])
@@ -338,11 +344,11 @@ class ExpertBalancer:
 
         return select_pairs
 
-    def _variance(self, pairs: ScoredPairs, quotas: Int) -> Float:
+    def _variance(self, pairs: ScoredPairs, expected: Float) -> Float:
         """What sampling adds at each of SHARES: that of independent draws, times how unlike those are among which one is kept.
 
-        At a share s one of 1/s pairs along the walk is kept; two of them are 1/(3s) apart on average. quotas: int64
-        [SHARES, N].
+        At a share s one of 1/s pairs along the walk is kept; two of them are 1/(3s) apart on average. expected:
+        float64 [SHARES, N].
         """
         expert, count = pairs.expert.numpy(), pairs.count
         run = np.repeat(np.arange(len(count)), count) * self.num_experts + expert
@@ -355,8 +361,8 @@ class ExpertBalancer:
             unlike[lag] = float(np.average(1 - alike, weights=scores[first])) if len(first) else 1.0
         found, ends = np.zeros((len(SHARES), self.num_experts)), np.cumsum(count)
         for index, share in enumerate(SHARES):
-            for start, stop, quota in zip(ends - count, ends, quotas[index], strict=True):
-                of_run = sampling_variances(scores[start:stop], int(quota), expert[start:stop], self.num_experts)
+            for start, stop, quota in zip(ends - count, ends, expected[index], strict=True):
+                of_run = sampling_variances(scores[start:stop], float(quota), expert[start:stop], self.num_experts)
                 found[index] += unlike[_lag(share)] * of_run
         return found
 
@@ -381,6 +387,7 @@ class ExpertBalancer:
     def _new_load(self, num_layers: int) -> StepLoad:
         size = self.transport.size
         by_rank = np.zeros((num_layers, size), np.int64)
+        self.rows, self.kept_rows = by_rank.copy(), by_rank.copy()
         return StepLoad(by_rank, by_rank.copy(), np.zeros((num_layers, self.num_experts), np.int64))
 
     def _initialise(self, index: int) -> None:

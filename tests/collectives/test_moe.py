@@ -51,7 +51,9 @@ def oracle(model: Whole, x: Tensor) -> Tensor:
     return (gates[:, :, None] * chosen).sum(1)
 
 
-def planner(policy: str, num_ranks: int, slots: int, quota: int | None = None) -> Callable[[np.ndarray], Routes]:
+def planner(
+    policy: str, num_ranks: int, slots: int, quota: int | None = None, select: Selector | None = None
+) -> Callable[[np.ndarray], Routes]:
     ranks = Ranks.equal(num_ranks, slots)
 
     def plan(counts: np.ndarray) -> Routes:
@@ -59,15 +61,20 @@ def planner(policy: str, num_ranks: int, slots: int, quota: int | None = None) -
         split = POLICIES[policy].split(hosts, counts.sum(0), ranks)
         pairs = token_map(counts, split.pairs, ranks)
         kept = None if quota is None else np.minimum(quota, pairs.sum(2))
-        return Routes(pairs, hosts, kept)
+        return Routes(pairs, hosts, kept, select)
 
     return plan
 
 
 def make_layer(
-    transport: LocalTransport, policy: str, slots: int, quota: int | None = None, **options: object
+    transport: LocalTransport,
+    policy: str,
+    slots: int,
+    quota: int | None = None,
+    select: Selector | None = None,
+    **options: object,
 ) -> tuple[MoELayer, ExpertState, np.ndarray]:
-    model, plan = whole_model(), planner(policy, transport.size, slots, quota)
+    model, plan = whole_model(), planner(policy, transport.size, slots, quota, select)
     layer = MoELayer(WIDTH, HIDDEN, EXPERTS, slots, TOP_K, transport=transport, plan=plan, **options).double()  # type: ignore[arg-type]
     layer.router.gate.weight.data.copy_(model.gate)
     state = ExpertState([layer.w1, layer.w2], EXPERTS, transport, lr=0.01)
@@ -345,19 +352,18 @@ def test_the_experts_take_the_memory_that_is_planned(share: float, keep_hidden: 
     tokens = torch.randn(rows, width, requires_grad=True)
     gates = torch.rand(pairs, requires_grad=True)
     gradient = torch.randn(rows, width)
+    weights = w1.nbytes + w2.nbytes
     with LiveBytes() as tracker:
         y = moe._Experts.apply(tokens, gates, w1, w2, step)
-        del y  # its rows leave for their tokens' ranks
-        y = moe._Experts.apply(tokens, gates, w1, w2, step)
+        forward = tracker.peak - y.nbytes + 2 * weights  # their gradients have a place of their own
         held = tracker.live - y.nbytes
         tracker.peak = 0
         y.backward(gradient)
-    weights = w1.nbytes + w2.nbytes
-    measured = tracker.peak - y.nbytes + weights + gradient.nbytes
+    backward = tracker.peak - y.nbytes + weights
     memory = PairMemory.of(0, width, hidden, 4, moe.CHUNK_PAIRS, keep_hidden=keep_hidden)
     planned = memory.peak_bytes(slots, pairs, int(share * pairs))
     assert held == pytest.approx(memory.forward_bytes * pairs, rel=0.02)
-    assert planned == pytest.approx(measured, rel=0.10)
+    assert planned == pytest.approx(max(forward, backward), rel=0.10)
 
 
 def test_recomputing_the_layer_repeats_its_routing_and_its_sample() -> None:

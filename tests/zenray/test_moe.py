@@ -1,6 +1,7 @@
 """Expert balancing in training: the same for any number of ranks, exact budgets, odd cases, checkpoints at other sizes."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from actors.errors import CheckpointError
 from actors.folder import Stamp
 from actors.state import CheckpointFolder
 from collectives.errors import ConfigError
-from collectives.moe import MoELayer, Routes, ScoredPairs, Selection, channels_for
+from collectives.moe import MoELayer, Routes, ScoredPairs, Selection, Selector, channels_for
 from collectives.policy import SyncPolicy
 from collectives.transport import LocalTransport, run_local
 from placement.errors import PlacementError
@@ -235,6 +236,59 @@ def test_a_budget_of_less_than_one_pair_a_source_leaves_the_gradient_unbiased() 
     assert abs(along.mean() - 1) < 4 * error
 
 
+def test_forwards_before_one_backward_keep_their_own_draws_and_drops() -> None:
+    """Two micro-batches of unequal shares, summed before the backward, and with each layer computed twice."""
+    size, draws = 4, 300
+    generator = torch.Generator().manual_seed(5)
+    parts = [[torch.randn(n, WIDTH, generator=generator) for n in counts] for counts in ([20, 4, 4, 4], [4, 20, 4, 4])]
+
+    def gradient(layer: MoELayer, balancer: ExpertBalancer, step: int, summed: bool, again: bool = False) -> Tensor:
+        losses = []
+        for number, part in enumerate(parts):
+            balancer.begin(step, number)
+            x = part[balancer.transport.rank].clone().requires_grad_()
+            y = checkpoint(lambda z: layer(z)[0], x, use_reentrant=False) if again else layer(x)[0]
+            losses.append(y.square().sum())
+            if not summed:
+                losses.pop().backward()
+        if summed:
+            sum(losses).backward()  # type: ignore[union-attr]
+        balancer.reduce_gradients()
+        layer.zero_grad()
+        return balancer.layers[0].state.gradient.clone()
+
+    def body(transport: LocalTransport) -> np.ndarray:
+        layer, balancer = make(transport, rho=0.05)
+        balancer.retention = replace(balancer.retention, rho=1.0)
+        exact = gradient(layer, balancer, 0, summed=False)
+        balancer.retention = replace(balancer.retention, rho=0.05)
+        along = [float((gradient(layer, balancer, step, summed=True) * exact).sum()) for step in range(draws)]
+        return np.array([*along, float(exact.square().sum())])
+
+    found = np.sum(run_local(size, body), axis=0)
+    along = found[:-1] / found[-1]
+    assert abs(along.mean() - 1) < 4 * along.std() / np.sqrt(draws) < 0.5
+
+    def dropping(transport: LocalTransport) -> tuple[Tensor, Tensor]:
+        layer, balancer = make(transport, policy="symi_cap")
+        return gradient(layer, balancer, 3, summed=False), gradient(layer, balancer, 3, summed=True, again=True)
+
+    for plain, recomputed in run_local(size, dropping):
+        torch.testing.assert_close(recomputed, plain)
+
+
+def test_a_share_is_chosen_where_each_rank_has_few_pairs_of_each_other() -> None:
+    def body(transport: LocalTransport) -> tuple[int, float]:
+        layer, balancer = make(transport, rho="auto", num_steps=100)
+        go_on(layer, balancer, 5, 0)
+        assert balancer.load.variance is not None
+        return int(np.isfinite(balancer.load.variance).all()), balancer.load.variance[0]
+
+    for finite, variance in run_local(8, body):
+        assert finite
+        assert variance > 0
+
+
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 def test_the_estimated_variance_is_that_of_many_draws(spread: float) -> None:
     """Pairs that contribute alike: far less than independent draws would add. Pairs that do not: about as much."""
@@ -248,14 +302,17 @@ def test_the_estimated_variance_is_that_of_many_draws(spread: float) -> None:
         layer, balancer = make(transport, rho="auto", num_steps=100)
         first, state = layer.w1[0].numel(), balancer.layers[0].state
         scores: list[np.ndarray] = []
-        select = layer.select
-        assert select is not None
+        plan = layer.plan
 
-        def seen(pairs: ScoredPairs) -> Selection:
+        def noting(pairs: ScoredPairs, select: Selector) -> Selection:
             scores[:] = [pairs.scores.numpy(), pairs.expert.numpy()]
             return select(pairs)
 
-        layer.select = seen
+        def watched(counts: np.ndarray) -> Routes:
+            routes = plan(counts)
+            return replace(routes, select=routes.select and partial(noting, select=routes.select))
+
+        layer.plan = watched
 
         def gradient(step: int, rho: float, *, choose: bool = False) -> Tensor:
             balancer.retention = replace(balancer.retention, rho=rho, step=4 if choose else 0)
