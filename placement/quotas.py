@@ -56,29 +56,25 @@ def floor_scores(scores: Float, expert: Int, num_experts: int) -> tuple[Float, i
 
 @njit(nogil=True, cache=True)
 def _floor_scores(scores, expert, num_experts):  # type: ignore[no-untyped-def]
-    largest, num_nonfinite, whole = 0.0, 0, 0.0
-    for i in range(len(scores)):
-        if not np.isfinite(scores[i]):
-            num_nonfinite += 1
-        elif scores[i] > largest:
-            largest = scores[i]
-    floored = np.empty(len(scores))
+    largest, num_finite, whole = 0.0, 0, 0.0
     total = np.zeros(num_experts)
     count = np.zeros(num_experts, np.int64)
     for i in range(len(scores)):
-        value = scores[i] if np.isfinite(scores[i]) else _CERTAIN * (largest if largest > 0 else 1.0)
-        floored[i] = value
-        total[expert[i]] += value
-        count[expert[i]] += 1
-        whole += value
-    if whole == 0:
-        floored[:] = 1.0
-        return floored, num_nonfinite
+        if np.isfinite(scores[i]):
+            largest = max(largest, scores[i])
+            total[expert[i]] += scores[i]
+            count[expert[i]] += 1
+            whole += scores[i]
+            num_finite += 1
+    floored = np.ones(len(scores))
     for i in range(len(scores)):
         e = expert[i]
-        mean = total[e] / count[e] if total[e] > 0 else whole / len(scores)
-        floored[i] = max(floored[i], SCORE_FLOOR * mean)
-    return floored, num_nonfinite
+        if not np.isfinite(scores[i]):
+            floored[i] = _CERTAIN * max(largest, 1.0)
+        elif whole > 0:
+            mean = total[e] / count[e] if total[e] > 0 else whole / num_finite
+            floored[i] = max(scores[i], SCORE_FLOOR * mean)
+    return floored, len(scores) - num_finite
 
 
 def inclusion(scores: Float, quota: float) -> Float:
