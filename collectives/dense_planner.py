@@ -38,6 +38,9 @@ MAX_HELD_BACK = 0.999
 
 MIN_CODED_STEPS = 10
 """Steps under one plan before they are held against plain ones."""
+DOUBTFUL_SHARE = 0.25
+"""A codec that saves less than this share of a step is held once against plain steps of now: those from which the first
+measurement came paid for buffers, code generation and whatever else begins with a run."""
 SLOWER = 1.02
 """Steps this many times as long as plain ones take the codecs back."""
 MIN_STEPS = 5
@@ -182,6 +185,8 @@ class _Stretch:
     model_s: float = 0.0
     calls: int = 0
     held_until: int = 0
+    was_doubted: bool = False
+    """Whether plain steps have been measured since a codec took over."""
     ratios: dict[str, list[float]] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     """By key, of its first call."""
@@ -350,6 +355,23 @@ class DensePlanner:
         if stretch.choice is not None:
             stretch.choice = replace(stretch.choice, reason=slower)
 
+    @staticmethod
+    def _is_doubtful(stretch: _Stretch) -> bool:
+        if (
+            stretch.was_doubted
+            or stretch.calls < EVERY_CALL_UNTIL
+            or not stretch.coded_step_ns
+            or stretch.choice is None
+        ):
+            return False
+        saving_ns = (stretch.choice.plain_s - stretch.observed_s) * 1e9
+        return saving_ns < DOUBTFUL_SHARE * stretch.coded_step_ns
+
+    def _doubt(self, stretch: _Stretch) -> None:
+        """Measure plain steps anew, then choose anew."""
+        stretch.was_doubted = True
+        stretch.current, stretch.held_until = "off", stretch.calls + MIN_STEPS
+
     def _demote(self, label: str, stretch: _Stretch, reason: str) -> None:
         codec = stretch.current.partition("/")[0]
         stretch.banned = sorted({*stretch.banned, *coarser(codec)})
@@ -361,6 +383,8 @@ class DensePlanner:
         state = self._of(stretch.label)
         if state.current != "off" and not stretch.fixed and state.coded_step_ns > SLOWER * state.step_ns > 0:
             self._rest(stretch.label, state)
+        elif state.current != "off" and not stretch.fixed and self._is_doubtful(state):
+            self._doubt(state)
         baseline, allowed = plain(stretch.load, self.link), [c for c in stretch.codecs if c not in state.banned]
         found = list(candidates(allowed, stretch.load, self.link, speeds))
         before, known = state.current, state.correction()

@@ -136,6 +136,7 @@ class Ranks:
         residual: float = 0.0,
         exposed_s: float = 0.5,
         coded_s: float = 0.9,
+        plain_s: float = 1.0,
         int4b: dict[str, Any] | None = None,
     ) -> str:
         """One call of every stretch. int4b: what else is seen where that codec is in use."""
@@ -154,7 +155,7 @@ class Ranks:
                 seen = {"relative_error": error, "residual_ratio": residual, "finite": True}
                 p.observe(label, seconds, 1000, **(seen | (int4b or {} if key.startswith("int4b") else {})))
         for rank, p in enumerate(self.planners):
-            p.note_step(exposed_s + 0.1 * rank, 1.0 if p.all_off else coded_s + 0.01 * rank)
+            p.note_step(exposed_s + 0.1 * rank, plain_s if p.all_off else coded_s + 0.01 * rank)
         self.canaries.append(canaries)
         assert len({p.plan_hash() for p in self.planners}) == 1
         return key
@@ -197,6 +198,16 @@ def test_codecs_rest_where_reductions_get_faster_and_steps_slower() -> None:
     assert event == "a: int8b/two_shot rests for 200 calls: steps take 1.13e+03 ms with codecs and 1e+03 ms without"
     assert {ranks.step(coded_s=0.95) for _ in range(600)} >= {"int8b/two_shot"}
     assert ranks.step(coded_s=0.95) == "int8b/two_shot"
+
+
+def test_a_small_gain_is_held_against_plain_steps_of_now_and_a_large_one_is_not() -> None:
+    ranks = Ranks(model_times(("int8b",)), ("int8b",), labels=("a", "b"))
+    seen = [ranks.step(plain_s=2.0 if number < 20 else 1.0, coded_s=1.1) for number in range(1000)]
+    assert seen[20] != "off"
+    assert sum(key != "off" for key in seen[200:]) < 250
+    ranks = Ranks(model_times(("int8b",)), ("int8b",), labels=("a", "b"))
+    seen = [ranks.step(plain_s=2.0 if number < 20 else 1.0, coded_s=0.3) for number in range(1000)]
+    assert set(seen[20:]) == {"int8b/two_shot"}
 
 
 def test_a_codec_that_the_user_fixed_never_rests() -> None:
@@ -251,7 +262,7 @@ def test_a_growing_residual_is_a_violation_and_a_large_but_falling_one_is_not() 
 def test_a_codec_that_holds_back_too_much_is_left_after_its_trial() -> None:
     names = ("int4b", "sq")
     ranks = Ranks(model_times(names), names)
-    seen = [ranks.step(error=0.9, int4b={"relative_error": 0.15}) for _ in range(120)]
+    seen = [ranks.step(error=0.9, coded_s=0.3, int4b={"relative_error": 0.15}) for _ in range(120)]
     assert any(key.startswith("sq") for key in seen)
     assert seen[-60:] == ["int4b/two_shot"] * 60
     state = json.loads(json.dumps(ranks.planners[0].state_dict()))
@@ -263,7 +274,7 @@ def test_a_late_trial_lasts_calls_and_not_rounds() -> None:
     ranks = Ranks(model_times(names), names)
     seen = [ranks.step(exposed_s=0.05) for _ in range(60)]  # hidden at first: nothing is tried
     assert set(seen) == {"off"}
-    seen = [ranks.step(error=0.9, int4b={"relative_error": 0.15}) for _ in range(200)]
+    seen = [ranks.step(error=0.9, coded_s=0.3, int4b={"relative_error": 0.15}) for _ in range(200)]
     assert 0 < sum(key.startswith("sq") for key in seen) <= 2 * (TRIALS + 1)
     assert seen[-1] == "int4b/two_shot"
 
