@@ -186,7 +186,7 @@ class _Stretch:
     calls: int = 0
     held_until: int = 0
     was_doubted: bool = False
-    """Whether plain steps have been measured since a codec took over."""
+    """Whether plain steps have been measured once more, after those that the run began with."""
     ratios: dict[str, list[float]] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     """By key, of its first call."""
@@ -367,10 +367,14 @@ class DensePlanner:
         saving_ns = (stretch.choice.plain_s - stretch.observed_s) * 1e9
         return saving_ns < DOUBTFUL_SHARE * stretch.coded_step_ns
 
-    def _doubt(self, stretch: _Stretch) -> None:
+    def _doubt(self, label: str, stretch: _Stretch) -> None:
         """Measure plain steps anew, then choose anew."""
+        reason = f"plain steps are measured anew: a codec saves less than {DOUBTFUL_SHARE:.0%} of a step"
+        self.events.append(f"{label}: {stretch.current} waits: {reason}")
         stretch.was_doubted = True
         stretch.current, stretch.held_until = "off", stretch.calls + MIN_STEPS
+        if stretch.choice is not None:
+            stretch.choice = replace(stretch.choice, reason=reason)
 
     def _demote(self, label: str, stretch: _Stretch, reason: str) -> None:
         codec = stretch.current.partition("/")[0]
@@ -384,7 +388,7 @@ class DensePlanner:
         if state.current != "off" and not stretch.fixed and state.coded_step_ns > SLOWER * state.step_ns > 0:
             self._rest(stretch.label, state)
         elif state.current != "off" and not stretch.fixed and self._is_doubtful(state):
-            self._doubt(state)
+            self._doubt(stretch.label, state)
         baseline, allowed = plain(stretch.load, self.link), [c for c in stretch.codecs if c not in state.banned]
         found = list(candidates(allowed, stretch.load, self.link, speeds))
         before, known = state.current, state.correction()

@@ -205,6 +205,7 @@ def test_a_small_gain_is_held_against_plain_steps_of_now_and_a_large_one_is_not(
     seen = [ranks.step(plain_s=2.0 if number < 20 else 1.0, coded_s=1.1) for number in range(1000)]
     assert seen[20] != "off"
     assert sum(key != "off" for key in seen[200:]) < 250
+    assert any("int8b/two_shot waits: plain steps are measured anew" in event for event in ranks.planners[0].events)
     ranks = Ranks(model_times(("int8b",)), ("int8b",), labels=("a", "b"))
     seen = [ranks.step(plain_s=2.0 if number < 20 else 1.0, coded_s=0.3) for number in range(1000)]
     assert set(seen[20:]) == {"int8b/two_shot"}
