@@ -277,6 +277,22 @@ def test_forwards_before_one_backward_keep_their_own_draws_and_drops() -> None:
         torch.testing.assert_close(recomputed, plain)
 
 
+def test_the_planned_peak_is_that_of_one_micro_batch_and_counts_the_rows_of_a_rank_that_holds_all_tokens() -> None:
+    def body(transport: LocalTransport, batches: int) -> int:
+        layer, balancer = make(transport, rho=0.5)
+        for number in range(batches):
+            balancer.begin(0, number)
+            x = batch(0, 0, 1) if transport.rank == 0 else batch(0, 0, 1)[:0]
+            layer(x)[0].square().sum().backward()
+        hosted = int((balancer.layers[0].slots[0] >= 0).sum())
+        kept = int(balancer.load.kept.sum()) // batches
+        assert balancer.load.peak_bytes == balancer.layers[0].memory.peak_bytes(hosted, TOKENS * TOP_K, kept)
+        return balancer.load.peak_bytes
+
+    once, thrice = (run_local(4, lambda t, n=n: body(t, n)) for n in (1, 3))
+    assert once == thrice
+
+
 def test_a_share_is_chosen_where_each_rank_has_few_pairs_of_each_other() -> None:
     def body(transport: LocalTransport) -> tuple[int, float]:
         layer, balancer = make(transport, rho="auto", num_steps=100)
